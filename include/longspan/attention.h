@@ -1,0 +1,89 @@
+// The operator: attention over a pattern, forward and backward, on tensors that the caller owns.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "longspan/export.h"
+#include "longspan/pattern.h"
+#include "longspan/plan.h"
+#include "longspan/tensor_view.h"
+
+namespace longspan {
+
+/// Positions start .. start + count - 1.
+struct RowRange {
+  std::int64_t start = 0;
+  std::int64_t count = 0;
+  bool operator==(const RowRange&) const = default;
+};
+
+/// Rows of k and v that live elsewhere: row i of the piece is position first + i * step.
+struct KeyPiece {
+  std::int64_t first = 0;
+  std::int64_t step = 1;
+  ConstTensorView k;  ///< [B, count, Hkv, D]
+  ConstTensorView v;
+};
+
+/// Data of one call. Nothing here is part of a plan; spans and pointers must stay valid until the call (on a GPU: the
+/// stream) is done with them.
+struct Call {
+  /// Positions of q's rows, in q's order; empty means 0 .. N-1.
+  std::span<const RowRange> query_ranges;
+  /// If given, rows of k and v are found here (ascending first position), and k.data and v.data may be null. Every row
+  /// a query attends to must be in some piece.
+  std::span<const KeyPiece> pieces;
+  /// [B] i32 or i64: entry e has lengths[e] rows. Host values are checked, device values are clamped to [0, N].
+  ConstTensorView lengths;
+  /// [B, N] boolean: true where a key may be attended.
+  ConstTensorView key_mask;
+  /// [H] f32: score -= slope * |i - j|.
+  ConstTensorView alibi_slopes;
+  std::uint64_t dropout_seed = 0;
+  /// Read instead of dropout_seed when not null; a device pointer for CUDA tensors, so that graphs can replay.
+  const std::uint64_t* dropout_seed_pointer = nullptr;
+  /// Backward only: gradient with respect to lse, [B, H, Nq].
+  ConstTensorView dlse;
+  /// cudaStream_t for CUDA tensors.
+  void* stream = nullptr;
+  /// At least Plan::workspace_bytes, aligned to 64 bytes; null takes it from the library's pool.
+  void* workspace = nullptr;
+  std::size_t workspace_size = 0;
+  /// Polled by every long loop; once true the call throws Cancelled.
+  const std::atomic<bool>* cancel = nullptr;
+  /// Called from the calling thread now and then with the fraction done; returning false cancels the call.
+  std::function<bool(double)> progress;
+};
+
+/// Attention over one pattern with fixed options. Immutable: share it between threads.
+class LONGSPAN_API Attention {
+ public:
+  explicit Attention(Pattern pattern, Options options = {});
+
+  /// out [B, Nq, H, D] and, if given, lse [B, H, Nq] are fully overwritten. Rows without keys: out = 0, lse = -inf.
+  void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
+               const TensorView& lse = {}, const Call& call = {}) const;
+
+  /// Exact gradients; out and lse as forward returned them. dq, dk, dv are fully overwritten.
+  void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
+                const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call = {}) const;
+
+  /// The plan for a problem, from the cache.
+  std::shared_ptr<const Plan> plan(const Problem& problem) const;
+  /// The problem that a call with these tensors poses.
+  static Problem problem(const ConstTensorView& q, const ConstTensorView& k, const Call& call = {});
+
+  const Pattern& pattern() const;
+  const Options& options() const;
+
+ private:
+  struct Specification;
+  std::shared_ptr<const Specification> specification_;
+};
+
+}  // namespace longspan

@@ -1,0 +1,12 @@
+// Everything: attention over very long sequences.
+#pragma once
+
+#include "longspan/attention.h"
+#include "longspan/block_mask.h"
+#include "longspan/error.h"
+#include "longspan/memory.h"
+#include "longspan/pattern.h"
+#include "longspan/plan.h"
+#include "longspan/tensor_view.h"
+#include "longspan/threads.h"
+#include "longspan/version.h"

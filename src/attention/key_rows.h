@@ -1,0 +1,81 @@
+// Where the rows of k and v are: one strided tensor each, or an ordered list of pieces. Kernels ask for runs of rows.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "longspan/attention.h"
+
+namespace longspan {
+
+/// Consecutive rows of a strand at a constant distance in memory.
+struct RowRun {
+  const std::byte* k = nullptr;
+  const std::byte* v = nullptr;
+  std::int64_t k_stride = 0;  // bytes between rows
+  std::int64_t v_stride = 0;
+  std::int64_t count = 0;
+};
+
+class KeyRows {
+ public:
+  KeyRows(const ConstTensorView& k, const ConstTensorView& v, std::span<const KeyPiece> pieces)
+      : k_(k), v_(v), pieces_(pieces), element_(size_of(k.dtype)) {}
+
+  /// The longest run that starts at row `index` of the strand, at most `limit` rows. count is 0 if no piece has the row.
+  RowRun run(std::int64_t entry, std::int64_t kv_head, const Strand& strand, std::int64_t index,
+             std::int64_t limit) const {
+    const std::int64_t position = strand.start + index * strand.stride;
+    if (pieces_.empty()) return make(k_, v_, entry, kv_head, position, strand.stride, limit);
+    for (const KeyPiece& piece : pieces_) {
+      const std::int64_t distance = position - piece.first;
+      if (distance < 0 || distance % piece.step != 0 || distance / piece.step >= piece.k.rows()) continue;
+      const std::int64_t row = distance / piece.step;
+      if (strand.stride % piece.step != 0) return make(piece.k, piece.v, entry, kv_head, row, 0, 1);
+      const std::int64_t row_step = strand.stride / piece.step;
+      const std::int64_t rows_left = (piece.k.rows() - row + row_step - 1) / row_step;
+      return make(piece.k, piece.v, entry, kv_head, row, row_step, std::min(limit, rows_left));
+    }
+    return {};
+  }
+
+  /// Calls body(index, run) for runs that together are rows [begin, end) of the strand.
+  template <class Body>
+  void for_each_run(std::int64_t entry, std::int64_t kv_head, const Strand& strand, std::int64_t begin,
+                    std::int64_t end, Body&& body) const {
+    for (std::int64_t index = begin; index < end;) {
+      const RowRun rows = run(entry, kv_head, strand, index, end - index);
+      body(index, rows);
+      index += rows.count;
+    }
+  }
+
+ private:
+  RowRun make(const ConstTensorView& k, const ConstTensorView& v, std::int64_t entry, std::int64_t kv_head,
+              std::int64_t row, std::int64_t row_step, std::int64_t count) const {
+    return {static_cast<const std::byte*>(k.data) + k.offset(entry, row, kv_head) * element_,
+            static_cast<const std::byte*>(v.data) + v.offset(entry, row, kv_head) * element_,
+            row_step * k.strides[1] * element_, row_step * v.strides[1] * element_, count};
+  }
+
+  const ConstTensorView& k_;
+  const ConstTensorView& v_;
+  std::span<const KeyPiece> pieces_;
+  std::int64_t element_;
+};
+
+/// Rows of entry `entry`: its length if lengths are given (already checked or clamped to [0, N]), else N.
+inline std::int64_t rows_of_entry(const ConstTensorView& lengths, std::int64_t entry, std::int64_t tokens) {
+  if (!lengths.given()) return tokens;
+  const std::int64_t value = lengths.dtype == DType::i64 ? *lengths.at<std::int64_t>(entry, 0, 0)
+                                                         : *lengths.at<std::int32_t>(entry, 0, 0);
+  return std::clamp<std::int64_t>(value, 0, tokens);
+}
+
+/// Whether position may be attended in this entry, as far as key_mask says.
+inline bool key_allowed(const ConstTensorView& key_mask, std::int64_t entry, std::int64_t position) {
+  return !key_mask.given() || *key_mask.at<std::uint8_t>(entry, position, 0) != 0;
+}
+
+}  // namespace longspan

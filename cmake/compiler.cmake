@@ -1,0 +1,33 @@
+# Language, warnings, sanitizers and ccache. longspan_build_flags carries what our own targets compile with; none of it
+# reaches those who link longspan.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_SCAN_FOR_MODULES OFF)
+if(PROJECT_IS_TOP_LEVEL)
+  set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+endif()
+
+if(PROJECT_IS_TOP_LEVEL AND NOT DEFINED CMAKE_CXX_COMPILER_LAUNCHER)
+  find_program(LONGSPAN_CCACHE ccache)
+  mark_as_advanced(LONGSPAN_CCACHE)
+  if(LONGSPAN_CCACHE)
+    set(CMAKE_CXX_COMPILER_LAUNCHER "${LONGSPAN_CCACHE}")
+    set(CMAKE_CUDA_COMPILER_LAUNCHER "${LONGSPAN_CCACHE}")
+  endif()
+endif()
+
+add_library(longspan_build_flags INTERFACE)
+# -ffp-contract=off: a row's bits must not depend on where the compiler happens to fuse; kernels ask for fma by name.
+target_compile_options(
+  longspan_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wno-psabi
+                                 -ffp-contract=off>)
+if(LONGSPAN_WARNINGS_AS_ERRORS)
+  target_compile_options(longspan_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+endif()
+
+if(LONGSPAN_SANITIZE)
+  target_compile_options(longspan_build_flags INTERFACE -fsanitize=${LONGSPAN_SANITIZE} -fno-omit-frame-pointer
+                                                        -fno-sanitize-recover=all)
+  target_link_options(longspan_build_flags INTERFACE -fsanitize=${LONGSPAN_SANITIZE})
+endif()

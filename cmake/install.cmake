@@ -1,0 +1,4 @@
+# Install rules.
+if(NOT LONGSPAN_INSTALL)
+  return()
+endif()

@@ -1,0 +1,24 @@
+# Everything a builder may choose. As a subproject of somebody else's build only the library is built.
+option(BUILD_SHARED_LIBS "Build longspan as a shared library" ON)
+option(LONGSPAN_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
+option(LONGSPAN_BUILD_CLI "Build the longspan command" ${PROJECT_IS_TOP_LEVEL})
+option(LONGSPAN_BUILD_BENCH "Build the benchmarks (needs Google Benchmark; skipped aloud without it)" ${PROJECT_IS_TOP_LEVEL})
+option(LONGSPAN_BUILD_PYTHON "Build the Python module (pip install . turns this on)" OFF)
+option(LONGSPAN_INSTALL "Make install rules" ${PROJECT_IS_TOP_LEVEL})
+option(LONGSPAN_WARNINGS_AS_ERRORS "Warnings stop the build" OFF)
+option(LONGSPAN_FETCH_DEPENDENCIES "Download dependencies that find_package does not find" OFF)
+set(LONGSPAN_SANITIZE "" CACHE STRING "Sanitizers: empty, address,undefined or thread")
+set_property(CACHE LONGSPAN_SANITIZE PROPERTY STRINGS "" "address,undefined" "thread")
+
+# AUTO: picked up when found. ON: required. OFF: not even looked for.
+foreach(part CUDA MPI)
+  set(LONGSPAN_${part} AUTO CACHE STRING "Build with ${part}: AUTO, ON or OFF")
+  set_property(CACHE LONGSPAN_${part} PROPERTY STRINGS AUTO ON OFF)
+  if(NOT LONGSPAN_${part} MATCHES "^(AUTO|ON|OFF)$")
+    message(FATAL_ERROR "LONGSPAN_${part} is '${LONGSPAN_${part}}': give AUTO, ON or OFF")
+  endif()
+endforeach()
+
+if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+endif()

@@ -1,0 +1,16 @@
+# Says aloud what this build has and what was left out.
+if(PROJECT_IS_TOP_LEVEL)
+  foreach(part CUDA MPI)
+    if(LONGSPAN_WITH_${part})
+      set(longspan_${part} "found")
+    elseif(LONGSPAN_${part} STREQUAL "OFF")
+      set(longspan_${part} "off (LONGSPAN_${part}=OFF)")
+    else()
+      set(longspan_${part} "left out (not found)")
+    endif()
+  endforeach()
+  message(STATUS "longspan ${PROJECT_VERSION}, ${CMAKE_BUILD_TYPE}, ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
+  message(STATUS "  CUDA: ${longspan_CUDA}   MPI: ${longspan_MPI}   Python module: ${LONGSPAN_BUILD_PYTHON}")
+  message(STATUS "  command: ${LONGSPAN_BUILD_CLI}   tests: ${LONGSPAN_BUILD_TESTS}   "
+                 "sanitizers: ${LONGSPAN_SANITIZE}")
+endif()

@@ -1,4 +1,48 @@
-# Install rules.
+# cmake --install: library, headers, CMake package, pkg-config file, the command and its completion.
 if(NOT LONGSPAN_INSTALL)
   return()
 endif()
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+if(longspan_fetched_hwy AND NOT BUILD_SHARED_LIBS)
+  message(WARNING "no install rules: a static longspan would need the downloaded highway installed beside it; "
+                  "install libhwy-dev or build with BUILD_SHARED_LIBS=ON")
+  return()
+endif()
+
+install(
+  TARGETS longspan
+  EXPORT longspanTargets
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/longspan ${PROJECT_BINARY_DIR}/include/longspan
+        DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
+
+set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/longspan)
+configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/longspanConfig.cmake.in
+                              ${PROJECT_BINARY_DIR}/longspanConfig.cmake INSTALL_DESTINATION ${package_folder}
+                              NO_SET_AND_CHECK_MACRO)
+# Before 1.0 a new minor version may break callers.
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/longspanConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(EXPORT longspanTargets NAMESPACE longspan:: DESTINATION ${package_folder})
+install(FILES ${PROJECT_BINARY_DIR}/longspanConfig.cmake ${PROJECT_BINARY_DIR}/longspanConfigVersion.cmake
+        DESTINATION ${package_folder})
+
+# The prefix is found from the file's own place, so that an install tree may be moved.
+file(RELATIVE_PATH pc_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
+string(REGEX REPLACE "/$" "" pc_prefix "${pc_prefix}")
+set(pc_cflags "")
+if(NOT BUILD_SHARED_LIBS)
+  set(pc_cflags " -DLONGSPAN_STATIC")
+  set(pc_static_libraries " -lhwy -lstdc++")
+endif()
+configure_file(${PROJECT_SOURCE_DIR}/cmake/longspan.pc.in ${PROJECT_BINARY_DIR}/longspan.pc @ONLY)
+install(FILES ${PROJECT_BINARY_DIR}/longspan.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+if(TARGET longspan_cli)
+  install(TARGETS longspan_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(FILES ${PROJECT_SOURCE_DIR}/cli/completion/longspan.bash
+          DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions RENAME longspan OPTIONAL)
+endif()
+install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

@@ -1,0 +1,179 @@
+// The operator for Python: arrays in, arrays filled, the interpreter lock released while kernels run.
+#include "longspan/attention.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <exception>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "longspan/error.h"
+
+namespace longspan::python {
+namespace {
+
+using namespace nb::literals;
+using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
+/// Lets Ctrl-C stop a call: asks Python for pending signals ten times a second, from the calling thread only.
+class SignalCheck {
+ public:
+  /// The hook for Call::progress; false cancels the call.
+  bool operator()() {
+    const auto now = Clock::now();
+    if (now - last_ < kInterval) return true;
+    last_ = now;
+    nb::gil_scoped_acquire lock;
+    if (PyErr_CheckSignals() == 0) return true;
+    interruption_.emplace();  // takes the pending KeyboardInterrupt (or whatever the handler raised)
+    return false;
+  }
+
+  /// Runs work without the interpreter lock; what a signal handler raised replaces the Cancelled that it caused.
+  template <class Work>
+  void run(Work&& work) {
+    try {
+      nb::gil_scoped_release unlocked;
+      work();
+    } catch (const Cancelled&) {
+      if (!interruption_) throw;
+      throw nb::python_error(std::move(*interruption_));
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kInterval{100};
+  Clock::time_point last_ = Clock::now();
+  std::optional<nb::python_error> interruption_;
+};
+
+/// Everything a call has beside its main tensors, in the order both passes take it.
+struct CallArguments {
+  nb::object lengths;
+  nb::object key_mask;
+  nb::object alibi_slopes;
+  std::optional<Ranges> query_ranges;
+  std::uint64_t seed;
+  std::uint64_t stream;
+};
+
+/// A Call whose spans and views stay valid as long as it lives.
+struct OwnedCall {
+  OwnedCall(Arrays& arrays, const CallArguments& arguments, SignalCheck& signals) {
+    call.lengths = arrays.input(arguments.lengths, "lengths", Role::lengths);
+    call.key_mask = arrays.input(arguments.key_mask, "key_mask", Role::key_mask);
+    call.alibi_slopes = arrays.input(arguments.alibi_slopes, "alibi_slopes", Role::alibi_slopes);
+    if (arguments.query_ranges) {
+      for (const auto& [start, count] : *arguments.query_ranges) ranges.push_back({start, count});
+      if (ranges.empty()) ranges.push_back({0, 0});  // an empty list means no rows, an empty span all of them
+      call.query_ranges = ranges;
+    }
+    call.dropout_seed = arguments.seed;
+    call.stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(arguments.stream));
+    call.progress = [&signals](double) { return signals(); };
+  }
+  OwnedCall(const OwnedCall&) = delete;
+  OwnedCall& operator=(const OwnedCall&) = delete;
+
+  std::vector<RowRange> ranges;
+  Call call;
+};
+
+Role main_role(bool heads_first) { return heads_first ? Role::bhnd : Role::bnhd; }
+
+void forward(const Attention& attention, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+             nb::object lengths, nb::object key_mask, nb::object alibi_slopes, std::optional<Ranges> query_ranges,
+             std::uint64_t seed, std::uint64_t stream, bool heads_first) {
+  Arrays arrays;
+  SignalCheck signals;
+  const Role role = main_role(heads_first);
+  const ConstTensorView q_view = arrays.input(q, "q", role);
+  const ConstTensorView k_view = arrays.input(k, "k", role);
+  const ConstTensorView v_view = arrays.input(v, "v", role);
+  const TensorView out_view = arrays.output(out, "out", role);
+  const TensorView lse_view = arrays.output(lse, "lse", Role::lse);
+  const CallArguments arguments{std::move(lengths), std::move(key_mask), std::move(alibi_slopes),
+                                std::move(query_ranges), seed, stream};
+  const OwnedCall owned(arrays, arguments, signals);
+  signals.run([&] { attention.forward(q_view, k_view, v_view, out_view, lse_view, owned.call); });
+}
+
+void backward(const Attention& attention, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+              nb::handle dout, nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::object lengths,
+              nb::object key_mask, nb::object alibi_slopes, std::optional<Ranges> query_ranges, std::uint64_t seed,
+              std::uint64_t stream, bool heads_first) {
+  Arrays arrays;
+  SignalCheck signals;
+  const Role role = main_role(heads_first);
+  const ConstTensorView q_view = arrays.input(q, "q", role);
+  const ConstTensorView k_view = arrays.input(k, "k", role);
+  const ConstTensorView v_view = arrays.input(v, "v", role);
+  const ConstTensorView out_view = arrays.input(out, "out", role);
+  const ConstTensorView lse_view = arrays.input(lse, "lse", Role::lse);
+  const ConstTensorView dout_view = arrays.input(dout, "dout", role);
+  const TensorView dq_view = arrays.output(dq, "dq", role);
+  const TensorView dk_view = arrays.output(dk, "dk", role);
+  const TensorView dv_view = arrays.output(dv, "dv", role);
+  const CallArguments arguments{std::move(lengths), std::move(key_mask), std::move(alibi_slopes),
+                                std::move(query_ranges), seed, stream};
+  OwnedCall owned(arrays, arguments, signals);
+  owned.call.dlse = arrays.input(dlse, "dlse", Role::lse);
+  signals.run([&] {
+    attention.backward(q_view, k_view, v_view, out_view, lse_view, dout_view, dq_view, dk_view, dv_view, owned.call);
+  });
+}
+
+std::shared_ptr<Plan> plan(const Attention& attention, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim,
+                           std::int64_t batch, std::optional<std::int64_t> kv_heads,
+                           std::optional<std::int64_t> query_rows, const std::string& dtype, const std::string& device,
+                           bool lengths, bool key_mask, bool alibi) {
+  Problem problem;
+  problem.dtype = parse_dtype(dtype);
+  problem.device = parse_device(device);
+  problem.batch = batch;
+  problem.tokens = tokens;
+  problem.query_rows = query_rows.value_or(tokens);
+  problem.heads = heads;
+  problem.kv_heads = kv_heads.value_or(heads);
+  problem.head_dim = head_dim;
+  problem.has_lengths = lengths;
+  problem.has_key_mask = key_mask;
+  problem.has_alibi = alibi;
+  return std::const_pointer_cast<Plan>(attention.plan(problem));  // Python has no const; nothing bound changes a plan
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+  nb::class_<Attention>(module, "Attention", "Attention over one pattern with fixed options. Share it between threads.")
+      .def(nb::init<Pattern, Options>(), "pattern"_a, "options"_a = Options{})
+      .def_prop_ro("pattern", &Attention::pattern)
+      .def_prop_ro("options", &Attention::options)
+      .def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a = nb::none(), "lengths"_a = nb::none(),
+           "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(), "seed"_a = 0,
+           "stream"_a = 0, "heads_first"_a = false, "Fills out and, if given, lse.")
+      .def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a, "dlse"_a.none(), "dq"_a, "dk"_a,
+           "dv"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(),
+           "query_ranges"_a = nb::none(), "seed"_a = 0, "stream"_a = 0, "heads_first"_a = false,
+           "Fills dq, dk and dv.")
+      .def("plan", &plan, nb::kw_only(), "tokens"_a, "heads"_a, "head_dim"_a, "batch"_a = 1, "kv_heads"_a = nb::none(),
+           "query_rows"_a = nb::none(), "dtype"_a = "f32", "device"_a = "cpu", "lengths"_a = false,
+           "key_mask"_a = false, "alibi"_a = false, "The plan for a problem, from the cache.")
+      .def("__repr__", [](const Attention& attention) {
+        nb::object pattern = nb::cast(attention.pattern());
+        nb::object options = nb::cast(attention.options());
+        return nb::str("Attention({!r}, {!r})").attr("format")(pattern, options);
+      });
+}
+
+}  // namespace longspan::python

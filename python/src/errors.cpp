@@ -1,0 +1,46 @@
+// C++ errors become the Python classes of longspan._errors, which also carry the built-in types users catch.
+#include "longspan/error.h"
+
+#include <nanobind/stl/string.h>
+
+#include <exception>
+
+#include "bindings.h"
+
+namespace longspan::python {
+namespace {
+
+namespace nb = nanobind;
+
+void raise(const char* class_name, const std::exception& error, const std::string* argument = nullptr) {
+  nb::object type = nb::module_::import_("longspan._errors").attr(class_name);
+  nb::object value = type(error.what());
+  if (argument != nullptr) value.attr("argument") = nb::cast(*argument);
+  PyErr_SetObject(type.ptr(), value.ptr());
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const InvalidArgument& error) {
+    raise("InvalidArgument", error, &error.argument());
+  } catch (const Unsupported& error) {
+    raise("Unsupported", error);
+  } catch (const OutOfMemory& error) {
+    raise("OutOfMemory", error);
+  } catch (const CommError& error) {
+    raise("CommError", error);
+  } catch (const CudaError& error) {
+    raise("CudaError", error);
+  } catch (const Cancelled& error) {
+    raise("Cancelled", error);
+  } catch (const Error& error) {
+    raise("Error", error);
+  }
+}
+
+}  // namespace
+
+void bind_errors() { nb::register_exception_translator(translate); }
+
+}  // namespace longspan::python

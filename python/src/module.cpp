@@ -1,0 +1,59 @@
+// longspan._longspan: the compiled half of the Python package.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "bindings.h"
+#include "longspan/longspan.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+nb::dict plan_cache_statistics() {
+  const longspan::PlanCacheStatistics statistics = longspan::plan_cache::statistics();
+  nb::dict result;
+  result["hits"] = statistics.hits;
+  result["misses"] = statistics.misses;
+  result["evictions"] = statistics.evictions;
+  result["entries"] = statistics.entries;
+  result["bytes"] = statistics.bytes;
+  result["limit_bytes"] = statistics.limit_bytes;
+  return result;
+}
+
+nb::dict memory_statistics() {
+  const longspan::MemoryStatistics statistics = longspan::host_memory::statistics();
+  nb::dict result;
+  result["allocations"] = statistics.allocations;
+  result["reserved_bytes"] = statistics.reserved_bytes;
+  result["used_bytes"] = statistics.used_bytes;
+  result["peak_used_bytes"] = statistics.peak_used_bytes;
+  result["limit_bytes"] = statistics.limit_bytes;
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_longspan, module) {
+  module.doc() = "The compiled half of longspan; use the package's own functions.";
+  longspan::python::bind_errors();
+  longspan::python::bind_patterns(module);
+  longspan::python::bind_attention(module);
+
+  module.def("version", [] { return std::string(longspan::version()); });
+  module.def("commit", [] { return std::string(longspan::commit()); });
+  module.def("num_threads", &longspan::num_threads, "Threads that one call may use.");
+  module.def("set_num_threads", &longspan::set_num_threads, "threads"_a, "0 restores the default.");
+
+  nb::module_ cache = module.def_submodule("plan_cache", "The process-wide cache of plans.");
+  cache.def("statistics", &plan_cache_statistics, nb::sig("def statistics() -> dict[str, int]"));
+  cache.def("clear", &longspan::plan_cache::clear);
+  cache.def("set_limit_bytes", &longspan::plan_cache::set_limit_bytes, "limit"_a);
+
+  nb::module_ memory = module.def_submodule("host_memory", "Workspace of CPU calls, kept between calls.");
+  memory.def("statistics", &memory_statistics, nb::sig("def statistics() -> dict[str, int]"));
+  memory.def("reset_peak", &longspan::host_memory::reset_peak);
+  memory.def("trim", &longspan::host_memory::trim, "Returns unused memory to the system.");
+  memory.def("set_limit_bytes", &longspan::host_memory::set_limit_bytes, "limit"_a, "0 removes the limit.");
+}

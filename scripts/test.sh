@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Builds Longspan and runs its tests: C++ by ctest, Python by pytest. Arguments:
+#   --preset NAME   which build to test: ci (default), dev, release, cuda, asan, tsan
+#   --no-python     leave the Python module and its tests out
+#   --all           the tests labelled slow, too
+#   others go to ctest, for example -R pattern or -L install; Python is then left out
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+preset=ci
+python=yes
+labels=(--label-exclude slow)
+ctest_arguments=()
+while (($#)); do
+  case $1 in
+    --preset)
+      (($# > 1)) || fail "--preset needs a name"
+      preset=$2
+      shift
+      ;;
+    --preset=*) preset=${1#*=} ;;
+    --no-python) python=no ;;
+    --all) labels=() ;;
+    -h | --help)
+      sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    *) ctest_arguments+=("$1") ;;
+  esac
+  shift
+done
+# Python runs the ordinary build only: a sanitized module needs a sanitized interpreter.
+case $preset in
+  asan | tsan) python=no ;;
+esac
+((${#ctest_arguments[@]})) && python=no
+
+# Builds the module into build/venv, incrementally (build/python), and runs python/tests.
+test_python() {
+  virtual_environment || return 0
+  # Build requirements live in the environment, not in a fresh one per build: paths stay the same, so ninja has little
+  # to do the second time.
+  local requirements
+  mapfile -t requirements < <(build/venv/bin/python - <<'END'
+import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+END
+  )
+  if ! pip_install "${requirements[@]}" numpy pytest; then
+    leave_out "Python (pip could not install ${requirements[*]} numpy pytest)"
+    return 0
+  fi
+  install_torch || leave_out "tests against torch (torch could not be installed)"
+  pip_install --no-build-isolation --no-deps --force-reinstall -Cbuild-dir=build/python .
+  build/venv/bin/python -m pytest -q python/tests
+}
+# torch from PyPI brings CUDA libraries on x86-64 (several GB); the CPU-only index is far smaller, where it is reachable.
+install_torch() {
+  build/venv/bin/python -c 'import torch' 2>/dev/null && return
+  pip_install --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu torch 2>/dev/null && return
+  say "installing torch from PyPI: a large download"
+  pip_install torch
+}
+
+require_build_packages
+configure_and_build "$preset"
+for part in CUDA MPI; do
+  has_part "$preset" "$part" || leave_out "$part (not found)"
+done
+
+cd "$repository"
+ctest --preset "$preset" --parallel "$(nproc)" "${labels[@]}" "${ctest_arguments[@]}"
+
+if [[ $python == yes ]]; then
+  test_python
+fi
+for part in "${left_out[@]}"; do say "left out: $part"; done
+say "all tests passed"

@@ -23,7 +23,13 @@ target_compile_options(
   longspan_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wno-psabi
                                  -ffp-contract=off>)
 if(LONGSPAN_WARNINGS_AS_ERRORS)
-  target_compile_options(longspan_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+  # GCC's flow analysis warns about inlined library code (std::sort on a small array) in ways that change with every
+  # compiler release; those stay visible without stopping the build.
+  target_compile_options(
+    longspan_build_flags
+    INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>
+              $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-error=array-bounds -Wno-error=stringop-overflow
+              -Wno-error=stringop-overread -Wno-error=maybe-uninitialized>)
 endif()
 
 if(LONGSPAN_SANITIZE)

@@ -32,6 +32,7 @@ set(HWY_ENABLE_CONTRIB OFF)
 set(HWY_ENABLE_INSTALL OFF)
 set(HWY_FORCE_STATIC_LIBS ON)
 set(CMAKE_POLICY_DEFAULT_CMP0077 NEW)
+set(CMAKE_POLICY_DEFAULT_CMP0126 NEW)
 
 longspan_dependency(fmt fmt::fmt-header-only libfmt-dev fmtlib/fmt e69e5f977d458f2650bb346dadf2ad30c5320281)
 longspan_dependency(hwy hwy::hwy libhwy-dev google/highway 457c891775a7397bdb0376bb1031e6e027af1c48 hwy)

@@ -19,9 +19,11 @@ endif()
 
 add_library(longspan_build_flags INTERFACE)
 # -ffp-contract=off: a row's bits must not depend on where the compiler happens to fuse; kernels ask for fma by name.
+# -Wshadow=local: GCC's plain -Wshadow objects to a constructor that names its parameters like its members.
 target_compile_options(
-  longspan_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wno-psabi
-                                 -ffp-contract=off>)
+  longspan_build_flags
+  INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -ffp-contract=off>
+            $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wshadow=local -Wno-psabi> $<$<COMPILE_LANG_AND_ID:CXX,Clang>:-Wshadow>)
 if(LONGSPAN_WARNINGS_AS_ERRORS)
   # GCC's flow analysis warns about inlined library code (std::sort on a small array) in ways that change with every
   # compiler release; those stay visible without stopping the build.

@@ -1,0 +1,77 @@
+"""Exact attention over very long sequences: dense, dilated, LongNet and block-sparse patterns.
+
+    import longspan
+    out = longspan.attention(q, k, v, longspan.dilated([2048, 4096, 8192], [1, 2, 4]), causal=True)
+
+Arrays are NumPy arrays or anything with DLPack; torch tensors go to the operators of longspan.torch and carry gradients.
+longspan.torch has the drop-in modules, longspan.torchscale makes torchscale and GigaPath use Longspan.
+"""
+
+from __future__ import annotations
+
+from ._errors import (
+    Cancelled,
+    CommError,
+    CudaError,
+    Error,
+    InvalidArgument,
+    LongspanWarning,
+    OutOfMemory,
+    Unsupported,
+)
+from ._longspan import (
+    Attention,
+    BlockMask,
+    Options,
+    Pattern,
+    Plan,
+    host_memory,
+    num_threads,
+    plan_cache,
+    set_num_threads,
+)
+from ._longspan import commit as _commit
+from ._longspan import version as _version
+from ._operator import attention, attention_backward
+from ._patterns import block_sparse, dense, dilated, info, kernels, longnet, plan
+
+__version__: str = _version()
+__commit__: str = _commit()
+
+__all__ = [
+    "Attention",
+    "BlockMask",
+    "Cancelled",
+    "CommError",
+    "CudaError",
+    "Error",
+    "InvalidArgument",
+    "LongspanWarning",
+    "Options",
+    "OutOfMemory",
+    "Pattern",
+    "Plan",
+    "Unsupported",
+    "attention",
+    "attention_backward",
+    "block_sparse",
+    "dense",
+    "dilated",
+    "host_memory",
+    "info",
+    "kernels",
+    "longnet",
+    "num_threads",
+    "plan",
+    "plan_cache",
+    "set_num_threads",
+]
+
+
+def __getattr__(name: str):
+    # longspan.torch is imported when first used, so that the package itself needs NumPy only.
+    if name in ("torch", "torchscale"):
+        import importlib
+
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module 'longspan' has no attribute {name!r}")

@@ -1,0 +1,56 @@
+"""The errors Longspan raises: each is a longspan.Error and also the built-in type that users already catch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+
+class Error(Exception):
+    """Base of every error of the library."""
+
+
+class InvalidArgument(Error, ValueError):
+    """An argument is wrong; the message names it, its value and what would be valid."""
+
+    #: Name of the offending argument, where it is known.
+    argument: str | None = None
+
+    def __init__(self, message: str = "", argument: str | None = None) -> None:
+        super().__init__(message)
+        if argument is not None:
+            self.argument = argument
+
+    def __reduce__(self):
+        return type(self), (str(self), self.argument)
+
+
+class Unsupported(Error, NotImplementedError):
+    """The request is meaningful, but nothing in this build and machine can run it. Also a RuntimeError."""
+
+
+class OutOfMemory(Error, MemoryError):
+    """Memory could not be had; the process stays usable."""
+
+
+class CommError(Error, RuntimeError):
+    """A rank failed, stayed silent past the deadline, or disagrees with the others."""
+
+
+class CudaError(Error, RuntimeError):
+    """The CUDA driver or run time reported an error."""
+
+
+class Cancelled(Error):
+    """The call was stopped; outputs are unspecified. Ctrl-C raises KeyboardInterrupt instead."""
+
+
+class LongspanWarning(UserWarning):
+    """Something was accepted but has no effect, or is probably not meant."""
+
+
+def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
+    """The same error in the caller's words: whole words of the message that are keys of names are replaced."""
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    message = pattern.sub(lambda match: names[match.group()], str(error))
+    return InvalidArgument(message, names.get(error.argument or "", error.argument))

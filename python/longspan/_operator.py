@@ -1,0 +1,182 @@
+"""longspan.attention and its gradient for NumPy arrays and anything with DLPack. No copies are made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._errors import InvalidArgument
+from ._longspan import Pattern
+from ._patterns import compiled
+
+# The numbers of longspan::DType; a raw tensor is (address, number, DLPack device, device index, shape, strides).
+BFLOAT16 = 1
+CPU_DEVICE = 1
+
+
+def _is_torch(array: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _prepared(array: Any) -> Any:
+    """What the compiled module takes: bfloat16 arrays (ml_dtypes) have neither buffer nor DLPack, so they go raw."""
+    if isinstance(array, np.ndarray) and array.dtype.name == "bfloat16":
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        return (array.__array_interface__["data"][0], BFLOAT16, CPU_DEVICE, 0, array.shape, strides)
+    return array
+
+
+def _small(array: Any, dtype: Any) -> Any:
+    """Lists and tuples of call data become arrays; arrays stay what they are."""
+    return np.asarray(array, dtype=dtype) if isinstance(array, (list, tuple)) else array
+
+
+def _heads_first(layout: str) -> bool:
+    if layout not in ("bnhd", "bhnd"):
+        raise InvalidArgument(f"layout is {layout!r}: give 'bnhd' or 'bhnd'", "layout")
+    return layout == "bhnd"
+
+
+def _empty_like(array: Any) -> np.ndarray:
+    """An output for an input: of its shape and type, on the host."""
+    if isinstance(array, np.ndarray):
+        return np.empty(array.shape, array.dtype)
+    if isinstance(array, (list, tuple)) or not hasattr(array, "shape"):
+        raise InvalidArgument(f"q is {type(array).__name__}: give a NumPy array or anything with DLPack", "q")
+    return np.empty(tuple(array.shape), np.dtype(array.dtype))
+
+
+def _as_input(array: Any, like: Any) -> Any:
+    """An output handed back as the kind of array that came in."""
+    if isinstance(like, np.ndarray) or not hasattr(like, "__array_namespace__"):
+        return array
+    return like.__array_namespace__().asarray(array)
+
+
+def _empty_lse(q: Any, heads_first: bool) -> np.ndarray:
+    dtype = np.float64 if str(q.dtype).endswith("float64") else np.float32
+    if len(q.shape) != 4:
+        return np.empty((0, 0, 0), dtype)  # q itself is refused a moment later, by name
+    batch, first, second, _ = q.shape
+    rows, heads = (second, first) if heads_first else (first, second)
+    return np.empty((batch, heads, rows), dtype)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    pattern: Pattern | str | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    output_scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    lengths: Any = None,
+    key_mask: Any = None,
+    alibi_slopes: Any = None,
+    query_ranges: Sequence[tuple[int, int]] | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    kernel: str | None = None,
+    deterministic: bool = False,
+    detached_mix: bool = False,
+    allow_tf32: bool = False,
+    layout: str = "bnhd",
+) -> Any:
+    """Attention of q over k and v along a pattern (None: dense, a longspan.Pattern, or its text).
+
+    q is [batch, rows, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] ('bhnd': heads before rows); float32,
+    bfloat16, float16 or float64. The last dimension must be contiguous, all other strides are free.
+
+    causal: a position sees itself and what comes before it. scale: factor on scores, by default 1 / sqrt(head_dim).
+    output_scale: factor on the output, by default the pattern's own. dropout, seed: probability of dropping a pair, and
+    which pairs. lengths [batch]: tokens each entry has. key_mask [batch, tokens]: true where a key may be attended.
+    alibi_slopes [heads]. query_ranges: (start, count) positions of q's rows, by default 0 .. tokens.
+    out, lse: arrays to fill instead of new ones. kernel: run this one or raise. deterministic: same gradient bits on
+    every run of a GPU. detached_mix: gradients as torchscale has them.
+
+    Returns out, or (out, lse) with lse [batch, heads, rows] if return_lse. Rows without any key: out 0, lse -inf.
+    """
+    if _is_torch(q) and out is None and lse is None:
+        from .torch import attention as torch_attention
+
+        return torch_attention(
+            q, k, v, pattern, causal=causal, scale=scale, output_scale=output_scale, dropout=dropout, seed=seed,
+            lengths=lengths, key_mask=key_mask, alibi_slopes=alibi_slopes, query_ranges=query_ranges,
+            return_lse=return_lse, kernel=kernel, deterministic=deterministic, detached_mix=detached_mix,
+            allow_tf32=allow_tf32, layout=layout,
+        )  # fmt: skip
+    heads_first = _heads_first(layout)
+    operator = compiled(
+        pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
+    )
+    result = _empty_like(q) if out is None else out
+    sums = _empty_lse(q, heads_first) if return_lse and lse is None else lse
+    operator.forward(
+        _prepared(q), _prepared(k), _prepared(v), _prepared(result), sums, _small(lengths, np.int64),
+        _small(key_mask, bool), _small(alibi_slopes, np.float32), query_ranges, seed, heads_first=heads_first,
+    )  # fmt: skip
+    result = _as_input(result, q) if out is None else out
+    if not return_lse:
+        return result
+    return result, (_as_input(sums, q) if lse is None else lse)
+
+
+def attention_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    pattern: Pattern | str | None = None,
+    *,
+    dlse: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    output_scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    lengths: Any = None,
+    key_mask: Any = None,
+    alibi_slopes: Any = None,
+    query_ranges: Sequence[tuple[int, int]] | None = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    kernel: str | None = None,
+    deterministic: bool = False,
+    detached_mix: bool = False,
+    allow_tf32: bool = False,
+    layout: str = "bnhd",
+) -> tuple[Any, Any, Any]:
+    """Exact gradients (dq, dk, dv) of longspan.attention, given out and lse as it returned them and the gradient dout
+    (and dlse, if lse was used). All other arguments as in the forward call; dq, dk, dv may be arrays to fill."""
+    if _is_torch(q) and dq is None and dk is None and dv is None:
+        from .torch import attention_backward as torch_attention_backward
+
+        return torch_attention_backward(
+            q, k, v, out, lse, dout, pattern, dlse=dlse, causal=causal, scale=scale, output_scale=output_scale,
+            dropout=dropout, seed=seed, lengths=lengths, key_mask=key_mask, alibi_slopes=alibi_slopes,
+            query_ranges=query_ranges, kernel=kernel, deterministic=deterministic, detached_mix=detached_mix,
+            allow_tf32=allow_tf32, layout=layout,
+        )  # fmt: skip
+    operator = compiled(
+        pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
+    )
+    given = (dq, dk, dv)
+    inputs = (q, k, v)
+    grads = [_empty_like(x) if grad is None else grad for grad, x in zip(given, inputs)]
+    operator.backward(
+        *map(_prepared, inputs), _prepared(out), lse, _prepared(dout), dlse, *map(_prepared, grads),
+        _small(lengths, np.int64), _small(key_mask, bool), _small(alibi_slopes, np.float32), query_ranges, seed,
+        heads_first=_heads_first(layout),
+    )  # fmt: skip
+    return tuple(_as_input(grad, x) if was is None else was for grad, was, x in zip(grads, given, inputs))

@@ -1,0 +1,38 @@
+"""Longspan for PyTorch: the operator with gradients, and drop-in modules for the classes people have.
+
+    from longspan.torch import MultiheadDilatedAttention      # was: from dilated_attention_pytorch import ...
+
+Needs torch 2.4 or later, the first with torch.library.register_autograd, register_fake and opcheck.
+"""
+
+from __future__ import annotations
+
+OLDEST_TORCH = (2, 4)
+
+try:
+    import torch as _torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "longspan.torch needs PyTorch 2.4 or later, which is not installed: pip install 'longspan[torch]'", name="torch"
+    ) from None
+
+if tuple(int(part) for part in _torch.__version__.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
+    raise ImportError(
+        f"longspan.torch needs PyTorch 2.4 or later (torch.library.register_autograd), found {_torch.__version__}: "
+        "pip install --upgrade torch"
+    )
+
+from .dilated import DilatedAttention, ImprovedDilatedAttention
+from .multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
+from .operator import attention, attention_backward
+
+__all__ = [
+    "DilatedAttention",
+    "ImprovedDilatedAttention",
+    "ImprovedMultiheadDilatedAttention",
+    "MultiheadDilatedAttention",
+    "attention",
+    "attention_backward",
+]

@@ -1,0 +1,90 @@
+"""Drop-ins for DilatedAttention and ImprovedDilatedAttention: modules without parameters over the one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .operator import attention
+from .options import accept_pool_arguments, check_dropout, dilated_pattern, integers, key_mask
+
+
+class DilatedAttention(nn.Module):
+    """Dilated attention by head groups: group i of the heads attends within segments of segment_lengths[i] tokens, to
+    every dilation_rates[i]-th of them. The output is divided by the number of groups.
+
+    softmax_scale: factor on scores, by default 1 / sqrt(head_dim). attention_dropout: active in training only, governed
+    by torch.manual_seed. op, device, dtype: accepted for compatibility; there is nothing to choose or to place.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        op: Any = None,
+        *,
+        device: Any = None,
+        dtype: Any = None,
+        **pool_arguments: Any,
+    ) -> None:
+        super().__init__()
+        accept_pool_arguments(type(self).__name__, pool_arguments)
+        self.segment_lengths = integers("segment_lengths", segment_lengths)
+        self.dilation_rates = integers("dilation_rates", dilation_rates)
+        self.softmax_scale = None if softmax_scale is None else float(softmax_scale)
+        self.dropout = check_dropout("attention_dropout", attention_dropout)
+        self.allow_tf32 = False
+        # Text, not an object: it pickles, exports and compiles as it is.
+        self.pattern = str(dilated_pattern(self.segment_lengths, self.dilation_rates))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. attention_mask [b, n] or
+        [b, 1, 1, n]: true where a key may be attended."""
+        mask = None
+        if attention_mask is not None:
+            mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
+        return attention(
+            query,
+            key,
+            value,
+            self.pattern,
+            causal=is_causal,
+            scale=self.softmax_scale,
+            dropout=self.dropout if self.training else 0.0,
+            key_mask=mask,
+            allow_tf32=self.allow_tf32,
+        )
+
+    def extra_repr(self) -> str:
+        return f"segment_lengths={self.segment_lengths}, dilation_rates={self.dilation_rates}, dropout={self.dropout}"
+
+
+class ImprovedDilatedAttention(DilatedAttention):
+    """The same result as DilatedAttention, with the constructor of the class of that name."""
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        use_tf32: bool = True,
+        *,
+        device: Any = None,
+        dtype: Any = None,
+        **pool_arguments: Any,
+    ) -> None:
+        super().__init__(
+            segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout), **pool_arguments
+        )
+        self.allow_tf32 = bool(use_tf32)

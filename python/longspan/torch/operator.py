@@ -1,0 +1,316 @@
+"""The operator registered with torch.library: longspan::attention and longspan::attention_backward.
+
+Tensors are [batch, rows, heads, head_dim] in any strides; the pattern travels as its canonical text, so that graphs can
+be compiled, exported and pickled. Dropout takes its seed as a tensor, drawn inside the graph from torch's generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import InvalidArgument, Unsupported, renamed
+from .._longspan import Pattern
+from .._patterns import as_pattern, compiled
+
+# What both passes take after their tensors, in this order.
+_SETTINGS = (
+    "str pattern, bool causal, float? scale, float? output_scale, float dropout, Tensor? seed, Tensor? lengths, "
+    "Tensor? key_mask, Tensor? alibi_slopes, SymInt[]? query_ranges, bool deterministic, bool detached_mix, "
+    "bool allow_tf32, str kernel"
+)
+_SETTING_COUNT = 14
+
+_library = torch.library.Library("longspan", "DEF")
+_library.define(f"attention(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+    f"Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+)
+
+_forward_op = torch.ops.longspan.attention.default
+_backward_op = torch.ops.longspan.attention_backward.default
+
+# The words of C++ messages as the arguments of this module are called.
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "dout": "grad_out", "dlse": "grad_lse",
+    "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64",
+}  # fmt: skip
+# The numbers of longspan::DType.
+_DTYPES = {
+    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int32: 4, torch.int64: 5,
+    torch.bool: 6,
+}  # fmt: skip
+_CPU, _CUDA = 1, 2  # DLPack's device types
+
+
+def _raw(name: str, tensor: Tensor) -> tuple:
+    """What the compiled module takes without the cost of a DLPack capsule."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidArgument(
+            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}: attention runs on float32, bfloat16, float16 "
+            "and float64 (bool for key_mask, int32 or int64 for lengths)",
+            name,
+        )
+    if tensor.is_cpu:
+        return (tensor.data_ptr(), dtype, _CPU, 0, tensor.shape, tensor.stride())
+    if tensor.is_cuda:
+        return (tensor.data_ptr(), dtype, _CUDA, tensor.device.index, tensor.shape, tensor.stride())
+    raise Unsupported(f"{name} is on {tensor.device}: Longspan runs on cpu and cuda")
+
+
+def _raw_or_none(name: str, tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else _raw(name, tensor)
+
+
+def _pairs(ranges: Sequence[int] | None) -> list[tuple[int, int]] | None:
+    return None if ranges is None else list(zip(ranges[::2], ranges[1::2]))
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def _seed_arguments(seed: Tensor | None) -> tuple[int, int]:
+    """(value, 0) on the host; (0, device address) where the kernel itself reads the seed."""
+    if seed is None:
+        return 0, 0
+    return (0, seed.data_ptr()) if seed.is_cuda else (int(seed) & 0xFFFF_FFFF_FFFF_FFFF, 0)
+
+
+def _empty_lse(query: Tensor) -> Tensor:
+    batch, rows, heads, _ = query.shape
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return torch.empty((batch, heads, rows), dtype=dtype, device=query.device)
+
+
+def _check_dimensions(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4:
+            raise InvalidArgument(
+                f"{name} has {tensor.dim()} dimensions: {name} is [batch, tokens, heads, head_dim]", name
+            )
+
+
+def _run_forward(
+    query, key, value, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes,
+    query_ranges, deterministic, detached_mix, allow_tf32, kernel,
+):  # fmt: skip
+    operator = compiled(
+        pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
+    )
+    if query.dim() != 4:
+        _check_dimensions(query=query)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = _empty_lse(query)
+    try:
+        operator.forward(
+            _raw("query", query), _raw("key", key), _raw("value", value), _raw("out", out), _raw("lse", lse),
+            _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
+            _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(seed), _stream(query),
+        )  # fmt: skip
+    except InvalidArgument as error:
+        raise renamed(error, _NAMES) from None
+    return out, lse
+
+
+def _run_backward(
+    grad_out, grad_lse, query, key, value, out, lse, pattern, causal, scale, output_scale, dropout, seed, lengths,
+    key_mask, alibi_slopes, query_ranges, deterministic, detached_mix, allow_tf32, kernel,
+):  # fmt: skip
+    operator = compiled(
+        pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
+    )
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()  # autograd hands over expanded scalars, for example from sum()
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
+    try:
+        operator.backward(
+            _raw("query", query), _raw("key", key), _raw("value", value), _raw("out", out), _raw("lse", lse),
+            _raw("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse), *map(_raw, ("dq", "dk", "dv"), grads),
+            _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
+            _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(seed), _stream(query),
+        )  # fmt: skip
+    except InvalidArgument as error:
+        raise renamed(error, _NAMES) from None
+    return tuple(grads)
+
+
+def _fake_forward(query, key, value, *settings):
+    _check_dimensions(query=query, key=key, value=value)
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device), _empty_lse(query)
+
+
+def _fake_backward(grad_out, grad_lse, query, key, value, *rest):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    query, key, value, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, *rest = inputs
+    out, lse = output
+    ctx.save_for_backward(query, key, value, out, lse, seed, lengths, key_mask, alibi_slopes)
+    ctx.before = (pattern, causal, scale, output_scale, dropout)
+    ctx.after = rest
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_out, grad_lse):
+    query, key, value, out, lse, *call_tensors = ctx.saved_tensors
+    if grad_out is None:
+        if grad_lse is None:
+            return (None,) * (3 + _SETTING_COUNT)
+        grad_out = torch.zeros_like(out)
+    grads = _backward_op(
+        grad_out, grad_lse, query, key, value, out, lse, *ctx.before, *call_tensors, *ctx.after
+    )
+    return *grads, *(None,) * _SETTING_COUNT
+
+
+def _refuse_second_derivative(ctx, *grads):
+    raise Unsupported("longspan::attention has first derivatives only: call backward without create_graph")
+
+
+def _autocast(device_type: str):
+    """Under autocast query, key and value take its dtype; slopes stay float32."""
+
+    def cast(query, key, value, *settings):
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch.autocast(device_type, enabled=False):
+            query, key, value = (
+                x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (query, key, value)
+            )
+            return _forward_op(query, key, value, *settings)
+
+    return cast
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention", _run_forward, _device)
+    _library.impl("attention_backward", _run_backward, _device)
+    _library.impl("attention", _autocast(_device.lower()), f"Autocast{_device}")
+torch.library.register_fake("longspan::attention", _fake_forward, lib=_library)
+torch.library.register_fake("longspan::attention_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("longspan::attention", _differentiate, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("longspan::attention_backward", _refuse_second_derivative, lib=_library)
+
+
+@torch.compiler.assume_constant_result
+def _text(pattern: Pattern | None) -> str:
+    return str(as_pattern(pattern))
+
+
+def _settings(
+    query: Tensor, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
+    deterministic, detached_mix, allow_tf32, kernel,
+) -> tuple:  # fmt: skip
+    """The arguments as the schema has them."""
+    if not isinstance(pattern, str):
+        pattern = _text(pattern)
+    if dropout and seed is None:
+        seed = torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device=query.device)
+    elif isinstance(seed, int):
+        if seed >= 2**63:
+            seed -= 2**64
+        seed = torch.tensor(seed, dtype=torch.int64, device=query.device) if dropout else None
+    if isinstance(lengths, (list, tuple)):
+        lengths = torch.tensor(lengths, dtype=torch.int64)
+    if query_ranges is not None:
+        query_ranges = [number for pair in query_ranges for number in pair]
+    return (
+        pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
+        deterministic, detached_mix, allow_tf32, kernel or "",
+    )  # fmt: skip
+
+
+def _arranged(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views with rows before heads."""
+    if layout == "bnhd":
+        return tensors
+    if layout == "bhnd":
+        return tuple(x.transpose(1, 2) for x in tensors)
+    raise InvalidArgument(f"layout is {layout!r}: give 'bnhd' or 'bhnd'", "layout")
+
+
+def _check_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.device != query.device:
+            raise InvalidArgument(
+                f"{name} is on {tensor.device}, query is on {query.device}: move them to one device", name
+            )
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | str | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    output_scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    lengths: Any = None,
+    key_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    query_ranges: Sequence[tuple[int, int]] | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+    deterministic: bool = False,
+    detached_mix: bool = False,
+    allow_tf32: bool = False,
+    layout: str = "bnhd",
+) -> Any:
+    """longspan.attention for torch tensors, with gradients; see there for the arguments. Without a seed, dropout draws
+    one from torch's generator, so that torch.manual_seed governs it."""
+    query, key, value = _arranged(layout, query, key, value)
+    _check_devices(query, key, value)
+    settings = _settings(
+        query, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
+        deterministic, detached_mix, allow_tf32, kernel,
+    )  # fmt: skip
+    out, lse = _forward_op(query, key, value, *settings)
+    (out,) = _arranged(layout, out)
+    return (out, lse) if return_lse else out
+
+
+def attention_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    pattern: Pattern | str | None = None,
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    output_scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    lengths: Any = None,
+    key_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    query_ranges: Sequence[tuple[int, int]] | None = None,
+    kernel: str | None = None,
+    deterministic: bool = False,
+    detached_mix: bool = False,
+    allow_tf32: bool = False,
+    layout: str = "bnhd",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention for query, key and value without autograd; for those who keep out and lse themselves."""
+    if dropout and seed is None:
+        raise InvalidArgument("seed is None with dropout: pass the seed of the forward call", "seed")
+    query, key, value, out, grad_out = _arranged(layout, query, key, value, out, grad_out)
+    settings = _settings(
+        query, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
+        deterministic, detached_mix, allow_tf32, kernel,
+    )  # fmt: skip
+    with torch.no_grad():
+        grads = _backward_op(grad_out, dlse, query, key, value, out, lse, *settings)
+    return _arranged(layout, *grads)

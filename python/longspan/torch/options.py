@@ -1,0 +1,95 @@
+"""What the drop-in modules share: checked arguments, masks, and keyword arguments that have nothing left to tune."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._errors import InvalidArgument, LongspanWarning
+from .._longspan import Pattern
+
+# Keyword arguments of the older classes that only sized or switched their own memory pools and caches.
+_POOL_ARGUMENTS = frozenset(
+    {
+        "cache_on_gpu", "enable_memory_pool", "enable_pattern_cache", "enable_profiling", "lightweight_pool",
+        "max_cached_buffers", "memory_pool", "memory_pool_size", "pool_size", "use_enhanced_memory",
+        "use_memory_pool", "use_pattern_cache",
+    }
+)  # fmt: skip
+
+_warned: set[str] = set()
+
+
+def warn_once(key: str, message: str) -> None:
+    """One warning per process for each key."""
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, LongspanWarning, stacklevel=4)
+
+
+def accept_pool_arguments(class_name: str, arguments: dict) -> None:
+    """Ignores what only tuned memory pools, with one warning; refuses everything else by name."""
+    for name in arguments:
+        if name not in _POOL_ARGUMENTS:
+            raise InvalidArgument(f"{class_name} has no argument {name!r}", name)
+    if arguments:
+        warn_once(
+            "pools",
+            f"{class_name}: {', '.join(sorted(arguments))} tuned the memory pools of an older implementation and have "
+            "no effect here",
+        )
+
+
+def integers(name: str, values: Sequence[int]) -> list[int]:
+    """A list of Python integers, or an error that names the argument."""
+    try:
+        result = [int(value) for value in values]
+        exact = all(result[i] == value for i, value in enumerate(values))
+    except (TypeError, ValueError):
+        exact = False
+    if not exact:
+        raise InvalidArgument(f"{name} is {values!r}: give a list of whole numbers", name)
+    return result
+
+
+def dilated_pattern(segment_lengths: list[int], dilation_rates: list[int]) -> Pattern:
+    """Head groups with the drop-in classes' output scale 1/G; messages name the Python arguments."""
+    if len(segment_lengths) != len(dilation_rates):
+        raise InvalidArgument(
+            f"segment_lengths has {len(segment_lengths)} entries, dilation_rates has {len(dilation_rates)}: give one "
+            "rate per segment",
+            "dilation_rates",
+        )
+    for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        if not values:
+            raise InvalidArgument(f"{name} is empty: give at least one entry", name)
+        for value in values:
+            if value < 1:
+                raise InvalidArgument(f"{name} has {value}: entries are at least 1", name)
+    return Pattern.dilated(segment_lengths, dilation_rates).with_output_scale(1.0 / len(segment_lengths))
+
+
+def check_dropout(name: str, value: float) -> float:
+    if not 0.0 <= value < 1.0:
+        raise InvalidArgument(f"{name} is {value}: give a probability from 0 up to, but not including, 1", name)
+    return float(value)
+
+
+def key_mask(name: str, mask: Tensor | None, batch: int, tokens: int, *, two_dimensional: bool = True) -> Tensor | None:
+    """A mask [batch, tokens] or [batch, 1, 1, tokens] as booleans [batch, tokens], as given: the caller knows its sense."""
+    if mask is None:
+        return None
+    shape = tuple(mask.shape)
+    allowed = [(batch, 1, 1, tokens)] + ([(batch, tokens)] if two_dimensional else [])
+    if shape not in allowed:
+        wanted = " or ".join(str(list(one)) for one in allowed)
+        hint = "; use is_causal or a pattern for what depends on the query" if shape[-2:] == (tokens, tokens) else ""
+        raise InvalidArgument(f"{name} has shape {list(shape)}: give {wanted}{hint}", name)
+    if mask.is_floating_point():
+        raise InvalidArgument(f"{name} has dtype {mask.dtype}: give booleans; values added to scores are not taken", name)
+    if mask.dtype is not torch.bool:
+        mask = mask != 0
+    return mask.reshape(batch, tokens)

@@ -89,7 +89,7 @@ struct BranchPlan {
 /// Totals of a plan. Doubles, since 2^40 tokens squared overflow an integer; exact below 2^53.
 struct PlanTotals {
   double pairs = 0;          ///< attended (query, key) pairs over batch and heads
-  double covered_rows = 0;   ///< (row, head) pairs covered by at least one branch, over the batch
+  double strand_rows = 0;    ///< rows of all strands: (row, head) pairs, once for each branch that covers them
   double forward_flops = 0;  ///< 4 * pairs * head_dim
   double backward_flops = 0; ///< 10 * pairs * head_dim
   double forward_bytes = 0;  ///< every input read once, every output written once

@@ -26,4 +26,23 @@ inline QueryRun query_run(const Strand& strand, const RowRange& range, std::int6
   return {begin, end - begin, q_first + strand.start + begin * strand.stride - range.start};
 }
 
+/// Walks over the positions of q's rows in order.
+class PositionCursor {
+ public:
+  PositionCursor(std::span<const RowRange> ranges, std::int64_t q_row) : ranges_(ranges), offset_(q_row) { settle(); }
+  std::int64_t next() {
+    const std::int64_t position = ranges_[range_].start + offset_++;
+    settle();
+    return position;
+  }
+
+ private:
+  void settle() {
+    while (range_ < ranges_.size() && offset_ >= ranges_[range_].count) offset_ -= ranges_[range_++].count;
+  }
+  std::span<const RowRange> ranges_;
+  std::size_t range_ = 0;
+  std::int64_t offset_ = 0;
+};
+
 }  // namespace longspan

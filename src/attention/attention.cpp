@@ -1,0 +1,132 @@
+// Checks, finds the plan, lends workspace and runs the kernel.
+#include "longspan/attention.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+
+#include "attention/check.h"
+#include "kernels/kernel.h"
+#include "longspan/error.h"
+#include "longspan/threads.h"
+#include "memory/host_pool.h"
+#include "plan/plan_cache.h"
+#include "util/hash.h"
+
+namespace longspan {
+
+struct Attention::Specification : PlanSpecification {};
+
+/// Adds to a plan what only this layer knows: which kernels run it.
+class PlanCompiler {
+ public:
+  static std::shared_ptr<const Plan> compile(const PlanSpecification& specification, const Problem& problem) {
+    auto plan = std::make_shared<Plan>(specification.pattern, specification.options, problem);
+    for (const Pass pass : {Pass::forward, Pass::backward}) {
+      const int index = static_cast<int>(pass);
+      plan->kernels_[index] = select_kernel(*plan, pass, plan->refusals_[index]);
+    }
+    return plan;
+  }
+};
+
+std::size_t Plan::workspace_bytes(Pass pass) const {
+  const Kernel* chosen = kernel(pass);
+  return chosen ? chosen->workspace_bytes(*this, pass, num_threads()) : 0;
+}
+
+namespace {
+
+/// The caller's workspace if there is one, else a lease from the pool.
+class Workspace {
+ public:
+  Workspace(const Call& call, std::size_t bytes) : lease_(call.workspace ? 0 : bytes) {
+    if (call.workspace && call.workspace_size < bytes) {
+      throw InvalidArgument("workspace", fmt::format("workspace has {} bytes: this call needs {} (Plan::workspace_bytes)",
+                                                     call.workspace_size, bytes));
+    }
+    data_ = call.workspace ? static_cast<std::byte*>(call.workspace) : lease_.data();
+  }
+  std::byte* data() const { return data_; }
+
+ private:
+  HostLease lease_;
+  std::byte* data_ = nullptr;
+};
+
+const Kernel& kernel_of(const Plan& plan, Pass pass) {
+  const Kernel* kernel = plan.kernel(pass);
+  if (!kernel) throw Unsupported(plan.why_no_kernel(pass));
+  return *kernel;
+}
+
+/// Zeroes every element of a strided CPU tensor.
+void fill_zero(const TensorView& view) {
+  const std::size_t row_bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
+  for (std::int64_t entry = 0; entry < view.batch(); ++entry) {
+    for (std::int64_t row = 0; row < view.rows(); ++row) {
+      for (std::int64_t head = 0; head < view.heads(); ++head) {
+        std::memset(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), 0, row_bytes);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Attention::Attention(Pattern pattern, Options options) {
+  check_options(options);
+  Hasher hasher;
+  hasher.add(pattern.hash());
+  hasher.add(static_cast<std::uint64_t>(options.causal) | static_cast<std::uint64_t>(options.deterministic) << 1 |
+             static_cast<std::uint64_t>(options.detached_mix) << 2 | static_cast<std::uint64_t>(options.allow_tf32) << 3);
+  hasher.add(options.scale.value_or(0));
+  hasher.add(options.output_scale.value_or(0));
+  hasher.add(options.dropout);
+  hasher.add(std::string_view(options.kernel));
+  specification_ = std::make_shared<const Specification>(
+      Specification{PlanSpecification{std::move(pattern), std::move(options), hasher.value()}});
+}
+
+const Pattern& Attention::pattern() const { return specification_->pattern; }
+const Options& Attention::options() const { return specification_->options; }
+
+std::shared_ptr<const Plan> Attention::plan(const Problem& problem) const {
+  return PlanCache::instance().get(specification_, problem, &PlanCompiler::compile);
+}
+
+void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
+                        const TensorView& lse, const Call& call) const {
+  const Problem problem = check_forward(options(), q, k, v, out, lse, call);
+  const auto plan = this->plan(problem);
+  const RowRange whole{0, problem.tokens};
+  const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
+  if (!call.pieces.empty()) check_pieces(*plan, k, v, call, ranges);
+  const Kernel& kernel = kernel_of(*plan, Pass::forward);
+  if (problem.batch == 0 || problem.query_rows == 0) return;
+  const int threads = num_threads();
+  const Workspace workspace(call, kernel.workspace_bytes(*plan, Pass::forward, threads));
+  kernel.forward({*plan, call, ranges, q, k, v, out, lse, threads, workspace.data()});
+}
+
+void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                         const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
+                         const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call) const {
+  const Problem problem = check_backward(options(), q, k, v, out, lse, dout, dq, dk, dv, call);
+  const auto plan = this->plan(problem);
+  const RowRange whole{0, problem.tokens};
+  const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
+  if (!call.pieces.empty()) check_pieces(*plan, k, v, call, ranges);
+  const Kernel& kernel = kernel_of(*plan, Pass::backward);
+  if (problem.batch == 0 || problem.tokens == 0) return;
+  if (problem.query_rows == 0) {
+    fill_zero(dk);
+    fill_zero(dv);
+    return;
+  }
+  const int threads = num_threads();
+  const Workspace workspace(call, kernel.workspace_bytes(*plan, Pass::backward, threads));
+  kernel.backward({*plan, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads, workspace.data()});
+}
+
+}  // namespace longspan

@@ -1,0 +1,28 @@
+// Rejects bad input before any work, naming argument, value and fix.
+#pragma once
+
+#include "longspan/attention.h"
+
+namespace longspan {
+
+/// Options that make no sense on their own.
+void check_options(const Options& options);
+
+/// Everything SEMANTICS lists under bad input for a forward call. Returns the problem it poses.
+Problem check_forward(const Options& options, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                      const TensorView& out, const TensorView& lse, const Call& call);
+
+Problem check_backward(const Options& options, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                       const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
+                       const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call);
+
+/// With pieces, every row that a query attends to must be in some piece.
+void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorView& v, const Call& call,
+                  std::span<const RowRange> ranges);
+
+/// Whether two tensors share an element; may say yes to exotic stride combinations that do not.
+bool may_overlap(const ConstTensorView& a, const ConstTensorView& b);
+/// Whether two indices of one tensor may name the same element.
+bool may_overlap_itself(const ConstTensorView& view);
+
+}  // namespace longspan

@@ -1,0 +1,156 @@
+// Packing: strided rows of any storage become the two layouts that products read. Dilation, pieces, excluded rows and
+// dtype vanish here, because rows arrive as pointers.
+//   panels  [keys / kPanel][depth][kPanel]   units, transposed: b of the score products
+//   rows    [keys][columns]                  floats: b of the output products, a of the score products
+#pragma once
+
+#include "kernels/cpu/products-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace longspan::cpu {
+namespace HWY_NAMESPACE {
+namespace {
+
+/// What excluded and missing rows point to.
+alignas(64) constexpr float kZeroRow[kMaxHeadDim + 16] = {};
+inline const std::byte* zero_row() { return reinterpret_cast<const std::byte*>(kZeroRow); }
+
+/// Lane i of the result's block b is unit `unit + i` of rows[4 * b].
+HWY_INLINE V load_blocks(const float* const* rows, std::int64_t unit) {
+  const hn::FixedTag<float, 4> quad;
+  if constexpr (kLanes == 4) {
+    return hn::LoadU(kFloat, rows[0] + unit);
+  } else if constexpr (kLanes == 8) {
+    return hn::Combine(kFloat, hn::LoadU(quad, rows[4] + unit), hn::LoadU(quad, rows[0] + unit));
+  } else {
+    const hn::FixedTag<float, 8> octet;
+    return hn::Combine(kFloat, hn::Combine(octet, hn::LoadU(quad, rows[12] + unit), hn::LoadU(quad, rows[8] + unit)),
+                       hn::Combine(octet, hn::LoadU(quad, rows[4] + unit), hn::LoadU(quad, rows[0] + unit)));
+  }
+}
+
+/// Units unit .. unit + 3 of kLanes rows become four vectors, one per unit.
+HWY_INLINE void transpose_quad(const float* const* rows, std::int64_t unit, float* target, std::int64_t stride) {
+  const hn::Repartition<std::uint64_t, FloatTag> pair;
+  const V r0 = load_blocks(rows, unit), r1 = load_blocks(rows + 1, unit);
+  const V r2 = load_blocks(rows + 2, unit), r3 = load_blocks(rows + 3, unit);
+  const auto low01 = hn::BitCast(pair, hn::InterleaveLower(r0, r1));
+  const auto low23 = hn::BitCast(pair, hn::InterleaveLower(r2, r3));
+  const auto high01 = hn::BitCast(pair, hn::InterleaveUpper(kFloat, r0, r1));
+  const auto high23 = hn::BitCast(pair, hn::InterleaveUpper(kFloat, r2, r3));
+  store(hn::BitCast(kFloat, hn::InterleaveLower(low01, low23)), target);
+  store(hn::BitCast(kFloat, hn::InterleaveUpper(pair, low01, low23)), target + stride);
+  store(hn::BitCast(kFloat, hn::InterleaveLower(high01, high23)), target + 2 * stride);
+  store(hn::BitCast(kFloat, hn::InterleaveUpper(pair, high01, high23)), target + 3 * stride);
+}
+
+HWY_INLINE void prefetch_row(const std::byte* row, std::int64_t bytes) {
+  for (std::int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(row + offset);
+}
+
+/// rows[i] as floats, zero beyond the columns.
+HWY_INLINE void widen_any(DType dtype, float* target, const std::byte* row, float factor, std::int64_t columns,
+                          std::int64_t padded) {
+  if (dtype == DType::f32) widen_row(target, reinterpret_cast<const float*>(row), factor, columns, padded);
+  else if (dtype == DType::bf16) widen_row(target, reinterpret_cast<const BFloat16*>(row), factor, columns, padded);
+  else widen_row(target, reinterpret_cast<const Float16*>(row), factor, columns, padded);
+}
+
+/// Panels of kPanel keys from `rows`, an array that is filled with zero_row() up to a whole panel.
+/// `scratch` holds kLanes rows of `depth` units. `depth` is a multiple of 4; `direct` says that rows are units already.
+template <int kPanel, class Widen>
+HWY_INLINE void pack_panels_with(float* target, const std::byte* const* rows, std::int64_t keys, std::int64_t depth,
+                                 bool direct, float* scratch, std::int64_t row_bytes, Widen widen) {
+  for (std::int64_t key = 0; key < round_up(keys, kPanel); key += kLanes) {
+    const float* group[kLanes + 12];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (direct) {
+        group[lane] = reinterpret_cast<const float*>(rows[key + lane]);
+      } else {
+        widen(scratch + lane * depth, rows[key + lane]);
+        group[lane] = scratch + lane * depth;
+      }
+      if (key + kLanes < keys) prefetch_row(rows[key + kLanes + lane], row_bytes);
+    }
+    float* const columns = target + key / kPanel * kPanel * depth + key % kPanel;
+    for (std::int64_t unit = 0; unit < depth; unit += 4) transpose_quad(group, unit, columns + unit * kPanel, kPanel);
+  }
+}
+
+struct WidenRow {
+  DType dtype;
+  std::int64_t columns, padded;
+  HWY_INLINE void operator()(float* target, const std::byte* row) const {
+    widen_any(dtype, target, row, 1.0f, columns, padded);
+  }
+};
+
+/// Layouts of float products. `depth` and `columns` are what head_dim is padded to.
+struct FloatLayout {
+  using Products = FloatProducts;
+  static constexpr int kExpDegree = 5;
+  static constexpr int kKeyMultiple = 1;  // keys per unit of the output products' inner dimension
+  DType dtype;
+  std::int64_t head_dim;
+  std::int64_t depth;    // units of a score product, rounded to what packing writes
+  std::int64_t columns;  // floats of an output row
+  float score_factor;    // what turns products into base-2 exponents
+  float query_factor;    // on packed queries; products are exponents already, so score_factor is 1
+
+  FloatLayout(DType type, std::int64_t dim, float scale)
+      : dtype(type), head_dim(dim), depth(round_up(dim, 4)), columns(round_up(dim, kLanes)), score_factor(1.0f),
+        query_factor(scale * kLog2e) {}
+
+  std::int64_t row_bytes() const { return head_dim * size_of(dtype); }
+  std::int64_t query_stride() const { return depth; }
+  static std::int64_t value_floats(std::int64_t keys, std::int64_t columns) { return keys * columns; }
+  /// Where key `key` begins among packed values.
+  std::int64_t value_offset(std::int64_t key) const { return key * columns; }
+
+  template <int kPanel>
+  HWY_NOINLINE void pack_panels(float* target, const std::byte* const* rows, std::int64_t keys, float* scratch) const {
+    pack_panels_with<kPanel>(target, rows, keys, depth, dtype == DType::f32 && head_dim % 4 == 0, scratch, row_bytes(),
+                             WidenRow{dtype, head_dim, depth});
+  }
+  /// A row of queries (or of dout, with factor 1) for the score products.
+  void pack_query(float* target, const std::byte* row, float factor) const {
+    widen_any(dtype, target, row, factor, head_dim, depth);
+  }
+  HWY_NOINLINE void pack_values(float* target, const std::byte* const* rows, std::int64_t keys) const {
+    for (std::int64_t key = 0; key < keys; ++key) {
+      if (key + 8 < keys) prefetch_row(rows[key + 8], row_bytes());
+      widen_any(dtype, target + key * columns, rows[key], 1.0f, head_dim, columns);
+    }
+  }
+};
+
+/// Pointers to rows [begin, begin + count) of a strand, zero_row() for those that key_mask excludes or no piece has, and
+/// for the rest up to `padded`.
+inline void point_to_rows(const CallShared& shared, const StrandTask& task, std::int64_t begin, std::int64_t count,
+                          std::int64_t padded, const std::byte** k_rows, const std::byte** v_rows) {
+  for (std::int64_t index = 0; index < count;) {
+    const RowRun run = shared.keys.run(task.entry, task.kv_head, task.strand, begin + index, count - index);
+    if (run.count == 0) {
+      k_rows[index] = v_rows[index] = zero_row();
+      ++index;
+      continue;
+    }
+    for (std::int64_t i = 0; i < run.count; ++i, ++index) {
+      k_rows[index] = run.k + i * run.k_stride;
+      v_rows[index] = run.v + i * run.v_stride;
+    }
+  }
+  if (shared.call.key_mask.given()) {
+    for (std::int64_t index = 0; index < count; ++index) {
+      if (!key_allowed(shared.call.key_mask, task.entry, task.strand.start + (begin + index) * task.strand.stride)) {
+        k_rows[index] = v_rows[index] = zero_row();
+      }
+    }
+  }
+  for (std::int64_t index = count; index < padded; ++index) k_rows[index] = v_rows[index] = zero_row();
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace longspan::cpu
+HWY_AFTER_NAMESPACE();

@@ -1,0 +1,184 @@
+// Vectors of floats for the instruction set this file is compiled for: exp2, loads of any storage, row helpers.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "hwy/highway.h"
+#include "kernels/cpu/engine.h"
+#include "util/half.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace longspan::cpu {
+namespace HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using FloatTag = hn::ScalableTag<float>;
+using V = hn::Vec<FloatTag>;
+constexpr FloatTag kFloat;
+constexpr hn::RebindToSigned<FloatTag> kInt;
+constexpr int kLanes = static_cast<int>(hn::MaxLanes(FloatTag()));
+
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kLn2 = 0.69314718055994531f;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+HWY_INLINE V load(const float* source) { return hn::LoadU(kFloat, source); }
+HWY_INLINE void store(V value, float* target) { hn::StoreU(value, kFloat, target); }
+HWY_INLINE V broadcast(float value) { return hn::Set(kFloat, value); }
+HWY_INLINE float sum_lanes(V value) { return hn::GetLane(hn::SumOfLanes(kFloat, value)); }
+HWY_INLINE float max_lanes(V value) { return hn::GetLane(hn::MaxOfLanes(kFloat, value)); }
+
+/// 2^fraction for |fraction| <= 1/2. Degree 5: relative error 1.5e-7. Degree 4: 2.7e-6, for weights that are rounded to
+/// bfloat16 (4e-3) while their sum must stay good to 1e-5.
+template <int kDegree>
+HWY_INLINE V exp2_fraction(V f) {
+  V p;
+  if constexpr (kDegree == 5) {
+    p = broadcast(0.00132764181f);
+    p = hn::MulAdd(p, f, broadcast(0.0096755409f));
+    p = hn::MulAdd(p, f, broadcast(0.0555071344f));
+    p = hn::MulAdd(p, f, broadcast(0.240221197f));
+    p = hn::MulAdd(p, f, broadcast(0.693146967f));
+    return hn::MulAdd(p, f, broadcast(1.00000007f));
+  } else {
+    p = broadcast(0.00957010221f);
+    p = hn::MulAdd(p, f, broadcast(0.0559178591f));
+    p = hn::MulAdd(p, f, broadcast(0.240247443f));
+    p = hn::MulAdd(p, f, broadcast(0.693121791f));
+    return hn::MulAdd(p, f, broadcast(0.999999285f));
+  }
+}
+
+/// 2^x for x up to about 127. 0 far below -126 (so that masked scores of -1e30 are exact no-ops); NaN stays NaN.
+template <int kDegree>
+HWY_INLINE V exp2(V x) {
+#if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
+  const __m512 whole = _mm512_roundscale_ps(x.raw, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const V p = exp2_fraction<kDegree>(hn::Sub(x, V{whole}));
+  return V{_mm512_scalef_ps(p.raw, whole)};
+#else
+  // The compare keeps NaN, which a maximum would drop on some machines.
+  const V lowest = broadcast(-126.0f);
+  const auto below = hn::Lt(x, lowest);
+  x = hn::IfThenElse(below, lowest, x);
+  const auto whole = hn::NearestInt(x);
+  const V p = exp2_fraction<kDegree>(hn::Sub(x, hn::ConvertTo(kFloat, whole)));
+  return hn::IfThenZeroElse(below, hn::BitCast(kFloat, hn::Add(hn::BitCast(kInt, p), hn::ShiftLeft<23>(whole))));
+#endif
+}
+
+/// A scalar with the very bits that a lane of exp2 would have: corrections are the same whoever computes them.
+HWY_INLINE float exp2_scalar(float x) { return x <= -126.0f ? 0.0f : hn::GetLane(exp2<5>(broadcast(x))); }
+
+// ---- storage: rows of float32, bfloat16 or float16, in and out
+
+HWY_INLINE V load_storage(const float* source) { return load(source); }
+HWY_INLINE V load_storage(const BFloat16* source) {
+  const hn::Rebind<hwy::bfloat16_t, FloatTag> tag;
+  return hn::PromoteTo(kFloat, hn::LoadU(tag, reinterpret_cast<const hwy::bfloat16_t*>(source)));
+}
+HWY_INLINE V load_storage(const Float16* source) {
+  const hn::Rebind<hwy::float16_t, FloatTag> tag;
+  return hn::PromoteTo(kFloat, hn::LoadU(tag, reinterpret_cast<const hwy::float16_t*>(source)));
+}
+HWY_INLINE void store_storage(V value, float* target) { store(value, target); }
+HWY_INLINE void store_storage(V value, BFloat16* target) {
+  // Round to nearest even by integers: Highway's own conversion truncates on some targets. NaN keeps its top bits.
+  const hn::RebindToUnsigned<FloatTag> bits_tag;
+  const auto bits = hn::BitCast(bits_tag, value);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(bits_tag, 1));
+  const auto rounded = hn::Add(bits, hn::Add(odd, hn::Set(bits_tag, 0x7FFF)));
+  const auto quiet = hn::Or(bits, hn::Set(bits_tag, 0x400000));
+  const auto is_nan = hn::RebindMask(bits_tag, hn::IsNaN(value));
+  const auto result = hn::ShiftRight<16>(hn::IfThenElse(is_nan, quiet, rounded));
+  const hn::Rebind<std::uint16_t, FloatTag> half_tag;
+  hn::StoreU(hn::DemoteTo(half_tag, hn::BitCast(kInt, result)), half_tag, reinterpret_cast<std::uint16_t*>(target));
+}
+HWY_INLINE void store_storage(V value, Float16* target) {
+  const hn::Rebind<hwy::float16_t, FloatTag> half_tag;
+  hn::StoreU(hn::DemoteTo(half_tag, value), half_tag, reinterpret_cast<hwy::float16_t*>(target));
+}
+
+/// target[0 .. padded) = factor * row, zero beyond its columns.
+template <class Storage>
+HWY_INLINE void widen_row(float* target, const Storage* source, float factor, std::int64_t columns,
+                          std::int64_t padded) {
+  const V scale = broadcast(factor);
+  std::int64_t column = 0;
+  for (; column + kLanes <= columns; column += kLanes) {
+    store(hn::Mul(load_storage(source + column), scale), target + column);
+  }
+  for (; column < columns; ++column) target[column] = to_float(source[column]) * factor;
+  for (; column < padded; ++column) target[column] = 0.0f;
+}
+
+/// target = factor * source, or old_factor * target + factor * source.
+template <class Storage>
+HWY_INLINE void write_row(Storage* target, const float* source, float factor, std::int64_t columns) {
+  const V scale = broadcast(factor);
+  std::int64_t column = 0;
+  for (; column + kLanes <= columns; column += kLanes) {
+    store_storage(hn::Mul(load(source + column), scale), target + column);
+  }
+  for (; column < columns; ++column) target[column] = from_float<Storage>(source[column] * factor);
+}
+HWY_INLINE void mix_row(float* target, float old_factor, const float* source, float factor, std::int64_t columns) {
+  const V scale = broadcast(factor), old_scale = broadcast(old_factor);
+  std::int64_t column = 0;
+  for (; column + kLanes <= columns; column += kLanes) {
+    store(hn::MulAdd(load(source + column), scale, hn::Mul(load(target + column), old_scale)), target + column);
+  }
+  for (; column < columns; ++column) {
+    target[column] = std::fma(source[column], factor, target[column] * old_factor);
+  }
+}
+
+template <class Storage>
+HWY_INLINE float dot_rows(const Storage* a, const Storage* b, std::int64_t columns) {
+  V sums = hn::Zero(kFloat);
+  std::int64_t column = 0;
+  for (; column + kLanes <= columns; column += kLanes) {
+    sums = hn::MulAdd(load_storage(a + column), load_storage(b + column), sums);
+  }
+  float sum = sum_lanes(sums);
+  for (; column < columns; ++column) sum += to_float(a[column]) * to_float(b[column]);
+  return sum;
+}
+
+void store_row(DType dtype, void* target, const float* source, float factor, std::int64_t columns) {
+  if (dtype == DType::f32) write_row(static_cast<float*>(target), source, factor, columns);
+  else if (dtype == DType::bf16) write_row(static_cast<BFloat16*>(target), source, factor, columns);
+  else write_row(static_cast<Float16*>(target), source, factor, columns);
+}
+
+/// Hands out parts of a task's memory, each aligned to a cache line. Without memory it only counts.
+class Carver {
+ public:
+  explicit Carver(std::byte* memory) : memory_(memory) {}
+  template <class T>
+  T* take(std::int64_t count) {
+    T* const part = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
+    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 127) / 64 * 64;  // a line to spare for whole-vector tails
+    return part;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* memory_;
+  std::size_t used_ = 0;
+};
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace longspan::cpu
+HWY_AFTER_NAMESPACE();

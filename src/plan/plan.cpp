@@ -1,0 +1,176 @@
+// Strand arithmetic, and compiling a pattern for a problem.
+#include "longspan/plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "longspan/error.h"
+
+namespace longspan {
+namespace {
+
+constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
+
+/// Pairs inside one strand of `count` rows, as the mask and causality leave them.
+double strand_pairs(std::int64_t count, bool causal, const std::optional<BlockMask>& mask, std::int64_t head) {
+  if (!mask) {
+    const double rows = static_cast<double>(count);
+    return causal ? rows * (rows + 1) / 2 : rows * rows;
+  }
+  double pairs = 0;
+  const std::int64_t size = mask->block_size();
+  for (std::int64_t block_row = 0; block_row * size < count; ++block_row) {
+    const double rows = static_cast<double>(std::min(size, count - block_row * size));
+    for (const std::int64_t column : mask->row(head, block_row)) {
+      if (column * size >= count || (causal && column > block_row)) break;
+      const double columns = static_cast<double>(std::min(size, count - column * size));
+      pairs += causal && column == block_row ? rows * (rows + 1) / 2 : rows * columns;
+    }
+  }
+  return pairs;
+}
+
+}  // namespace
+
+std::int64_t BranchPlan::segments(std::int64_t length) const { return length > 0 ? ceil_divide(length, segment) : 0; }
+
+Strand BranchPlan::strand(std::int64_t head, std::int64_t index, std::int64_t length) const {
+  const std::int64_t begin = index * segment;
+  const std::int64_t rows = std::min(segment, length - begin);
+  const std::int64_t offset = phase(head);
+  return {begin + offset, dilation, offset < rows ? ceil_divide(rows - offset, dilation) : 0};
+}
+
+std::int64_t BranchPlan::padding(const Strand& strand, std::int64_t length, bool causal) const {
+  if (!pad_keys || causal) return 0;
+  return ceil_divide(std::min(segment, length), dilation) - strand.count;
+}
+
+Plan::Plan(Pattern pattern, Options options, Problem problem)
+    : pattern_(std::move(pattern)), options_(std::move(options)), problem_(problem) {
+  const auto& branches = pattern_.branches();
+  const std::int64_t groups = static_cast<std::int64_t>(branches.size());
+  const std::int64_t heads = problem_.heads;
+  const bool by_groups = pattern_.assignment() == HeadAssignment::groups;
+  if (by_groups && heads < groups) {
+    throw InvalidArgument("heads", fmt::format("{} heads for {} branches: head groups need at least one head per branch; use "
+                                               "fewer segments, more heads, or a longnet pattern",
+                                               heads, groups));
+  }
+  scale_ = options_.scale.value_or(1.0 / std::sqrt(static_cast<double>(problem_.head_dim)));
+  output_scale_ = options_.output_scale.value_or(pattern_.output_scale());
+  merges_branches_ = !by_groups && groups > 1;
+
+  std::int64_t head_begin = 0;
+  for (std::int64_t i = 0; i < groups; ++i) {
+    const Branch& source = branches[static_cast<std::size_t>(i)];
+    BranchPlan branch;
+    branch.segment = source.segment;
+    branch.dilation = source.dilation;
+    branch.head_begin = by_groups ? head_begin : 0;
+    branch.head_count = by_groups ? heads / groups + (i < heads % groups ? 1 : 0) : heads;
+    head_begin += branch.head_count;
+    if (by_groups) branch.fixed_phase = i % source.dilation;
+    else if (pattern_.phase_rule() == PhaseRule::torchscale) branch.phase_divisor = ceil_divide(heads, source.dilation);
+    branch.skip_if_longer = pattern_.long_segments() == LongSegments::skip && source.segment != kWholeSequence;
+    branch.pad_keys = pattern_.pad_keys();
+    if (source.mask) {
+      const BlockMask& mask = *source.mask;
+      const std::int64_t longest = ceil_divide(std::min(source.segment, problem_.tokens), source.dilation);
+      const std::int64_t needed = ceil_divide(longest, mask.block_size());
+      if (mask.blocks() != needed) {
+        throw InvalidArgument("mask", fmt::format("the block mask of branch {} has {} block rows: strands of up to {} rows in "
+                                                  "blocks of {} need {}",
+                                                  i, mask.blocks(), longest, mask.block_size(), needed));
+      }
+      if (mask.heads() != 1 && mask.heads() != heads) {
+        throw InvalidArgument("mask", fmt::format("the block mask of branch {} has {} heads: give 1 or {}", i, mask.heads(), heads));
+      }
+      branch.mask = mask;
+    }
+    branches_.push_back(std::move(branch));
+  }
+}
+
+double Plan::pairs(std::size_t index) const {
+  const BranchPlan& branch = branches_[index];
+  const std::int64_t length = problem_.tokens;
+  if (length == 0 || !branch.active(length)) return 0;
+  const std::int64_t segments = branch.segments(length);
+  double total = 0;
+  for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+    const auto of = [&](std::int64_t segment) {
+      return strand_pairs(branch.strand(head, segment, length).count, options_.causal, branch.mask, head);
+    };
+    // All segments but the last are alike.
+    total += static_cast<double>(segments - 1) * of(0) + of(segments - 1);
+  }
+  return total * static_cast<double>(problem_.batch);
+}
+
+PlanTotals Plan::totals() const {
+  PlanTotals totals;
+  const std::int64_t length = problem_.tokens;
+  for (std::size_t i = 0; i < branches_.size(); ++i) {
+    totals.pairs += pairs(i);
+    const BranchPlan& branch = branches_[i];
+    if (length == 0 || !branch.active(length)) continue;
+    const std::int64_t segments = branch.segments(length);
+    for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+      totals.strand_rows += static_cast<double>(problem_.batch) *
+                            (static_cast<double>(segments - 1) * static_cast<double>(branch.strand(head, 0, length).count) +
+                             static_cast<double>(branch.strand(head, segments - 1, length).count));
+    }
+  }
+  const double head_dim = static_cast<double>(problem_.head_dim);
+  totals.forward_flops = 4 * totals.pairs * head_dim;
+  totals.backward_flops = 10 * totals.pairs * head_dim;
+  const double batch = static_cast<double>(problem_.batch);
+  const double element = static_cast<double>(size_of(problem_.dtype));
+  const double query = batch * static_cast<double>(problem_.query_rows) * static_cast<double>(problem_.heads);
+  const double key = batch * static_cast<double>(length) * static_cast<double>(problem_.kv_heads);
+  totals.forward_bytes = (2 * query + 2 * key) * head_dim * element + 4 * query;
+  totals.backward_bytes = (4 * query + 4 * key) * head_dim * element + 4 * query;
+  return totals;
+}
+
+double Plan::items(std::int64_t query_tile) const {
+  double total = 0;
+  const std::int64_t length = problem_.tokens;
+  for (const BranchPlan& branch : branches_) {
+    if (length == 0 || !branch.active(length)) continue;
+    const std::int64_t longest = ceil_divide(std::min(branch.segment, length), branch.dilation);
+    total += static_cast<double>(problem_.batch) * static_cast<double>(branch.head_count) *
+             static_cast<double>(branch.segments(length)) * static_cast<double>(ceil_divide(longest, query_tile));
+  }
+  return total;
+}
+
+std::string Plan::to_string() const {
+  const Problem& p = problem_;
+  std::string text = fmt::format("{}{}\n{} tokens, batch {}, {} heads ({} key/value) of {}, {} on {}\n", pattern_.to_string(),
+                                 options_.causal ? ", causal" : "", p.tokens, p.batch, p.heads, p.kv_heads, p.head_dim,
+                                 name_of(p.dtype), longspan::to_string(p.device));
+  for (std::size_t i = 0; i < branches_.size(); ++i) {
+    const BranchPlan& branch = branches_[i];
+    const bool active = branch.active(p.tokens);
+    text += fmt::format("branch {}: heads {}..{}, {} segments of {}, dilation {}, strands of up to {} rows{}{}, {:.4g} pairs\n", i,
+                        branch.head_begin, branch.head_begin + branch.head_count - 1, active ? branch.segments(p.tokens) : 0,
+                        std::min(branch.segment, p.tokens), branch.dilation,
+                        ceil_divide(std::min(branch.segment, p.tokens), branch.dilation),
+                        branch.mask ? fmt::format(", block mask of density {:.3g}", branch.mask->density()) : "",
+                        active ? "" : ", skipped: the segment is longer than the sequence", pairs(i));
+  }
+  return text;
+}
+
+std::size_t Plan::bytes() const {
+  std::size_t bytes = sizeof(Plan) + options_.kernel.size() + branches_.size() * (sizeof(BranchPlan) + sizeof(Branch)) +
+                      refusals_[0].size() + refusals_[1].size();
+  for (const BranchPlan& branch : branches_) bytes += branch.mask ? branch.mask->bytes() : 0;
+  return bytes;
+}
+
+}  // namespace longspan

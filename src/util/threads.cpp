@@ -1,0 +1,238 @@
+// The thread pool: workers that sleep until a loop has items to give away.
+//
+// A loop is a Job on its caller's stack. The caller works on it itself; idle workers join it while it has items and free
+// places. Several host threads may run loops at once: they share the same workers, so the process never runs more than
+// (host threads + num_threads() - 1) threads of ours.
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "longspan/error.h"
+#include "longspan/threads.h"
+#include "util/cpu_info.h"
+#include "util/fork_safe.h"
+#include "util/parallel.h"
+
+namespace longspan {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// How long an idle thread looks for work before it sleeps: a wake-up costs about as much.
+constexpr int kSpins = 2000;
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+thread_local bool inside_loop = false;
+
+struct Job {
+  detail::ItemFunction function;
+  void* context;
+  std::int64_t items;
+  const LoopControl& control;
+  int places;  // workers that may still join; guarded by the pool's mutex
+  int next_worker = 1;
+  std::atomic<std::int64_t> next{0};
+  std::atomic<int> active{0};  // workers inside
+  std::atomic<bool> stop{false};
+  std::exception_ptr error;  // guarded by the pool's mutex
+  Job* following = nullptr;
+
+  Job(detail::ItemFunction f, void* c, std::int64_t n, const LoopControl& loop, int free_places)
+      : function(f), context(c), items(n), control(loop), places(free_places) {}
+
+  bool cancelled() const { return control.cancel && control.cancel->load(std::memory_order_relaxed); }
+};
+
+class Pool {
+ public:
+  void run(Job& job) {
+    {
+      const std::lock_guard lock(mutex_);
+      grow(job.places);
+      job.following = jobs_;
+      jobs_ = &job;
+      published_.fetch_add(1, std::memory_order_release);
+    }
+    if (job.places > 1) wake_.notify_all();
+    else wake_.notify_one();
+    work(job, 0, true);
+    {
+      const std::lock_guard lock(mutex_);
+      for (Job** link = &jobs_; *link; link = &(*link)->following) {
+        if (*link == &job) {
+          *link = job.following;
+          break;
+        }
+      }
+    }
+    for (int spin = 0; spin < kSpins && job.active.load(std::memory_order_acquire) > 0; ++spin) relax();
+    if (job.active.load(std::memory_order_acquire) > 0) {
+      std::unique_lock lock(mutex_);
+      done_.wait(lock, [&] { return job.active.load(std::memory_order_acquire) == 0; });
+    }
+  }
+
+  /// Runs items until none is left. Only the caller may call the progress hook.
+  void work(Job& job, int worker, bool is_caller) {
+    inside_loop = true;
+    try {
+      auto reported = Clock::now();
+      while (!job.stop.load(std::memory_order_relaxed)) {
+        if (job.cancelled()) {
+          job.stop.store(true, std::memory_order_relaxed);
+          throw Cancelled("the call was cancelled by its cancel flag");
+        }
+        const std::int64_t item = job.next.fetch_add(1, std::memory_order_relaxed);
+        if (item >= job.items) break;
+        job.function(job.context, worker, item);
+        if (is_caller && job.control.progress && *job.control.progress) report(job, reported);
+      }
+    } catch (...) {
+      job.stop.store(true, std::memory_order_relaxed);
+      const std::lock_guard lock(mutex_);
+      if (!job.error) job.error = std::current_exception();
+    }
+    inside_loop = false;
+  }
+
+ private:
+  /// Where the system gives no more threads, those there are do the work.
+  void grow(int workers) {
+    try {
+      for (; workers_ < workers; ++workers_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+    }
+  }
+
+  void report(Job& job, Clock::time_point& reported) {
+    const auto now = Clock::now();
+    if (now - reported < std::chrono::milliseconds(20)) return;
+    reported = now;
+    const double done = static_cast<double>(std::min(job.next.load(std::memory_order_relaxed), job.items)) /
+                        static_cast<double>(job.items);
+    const LoopControl& control = job.control;
+    if (!(*control.progress)(control.progress_begin + done * (control.progress_end - control.progress_begin))) {
+      throw Cancelled("the call was cancelled by its progress hook");
+    }
+  }
+
+  /// A job that still has items and room, with a place taken in it; call with the mutex held.
+  Job* join(int& worker) {
+    for (Job* job = jobs_; job; job = job->following) {
+      if (job->places > 0 && job->next.load(std::memory_order_relaxed) < job->items &&
+          !job->stop.load(std::memory_order_relaxed)) {
+        --job->places;
+        worker = job->next_worker++;
+        job->active.fetch_add(1, std::memory_order_relaxed);
+        return job;
+      }
+    }
+    return nullptr;
+  }
+
+  void serve() {
+    while (true) {
+      int worker = 0;
+      Job* job = nullptr;
+      const std::uint64_t seen = published_.load(std::memory_order_acquire);
+      {
+        const std::lock_guard lock(mutex_);
+        job = join(worker);
+      }
+      if (!job) {
+        int spin = 0;
+        while (spin < kSpins && published_.load(std::memory_order_acquire) == seen) {
+          relax();
+          ++spin;
+        }
+        if (spin == kSpins) {
+          std::unique_lock lock(mutex_);
+          wake_.wait(lock, [&] { return (job = join(worker)) != nullptr; });
+        }
+      }
+      if (!job) continue;
+      work(*job, worker, false);
+      // The job may be gone the moment active reaches 0, unless the mutex is held: its caller waits under it.
+      const std::lock_guard lock(mutex_);
+      if (job->active.fetch_sub(1, std::memory_order_release) == 1) done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable done_;
+  std::atomic<std::uint64_t> published_{0};
+  Job* jobs_ = nullptr;
+  int workers_ = 0;
+};
+
+std::atomic<Pool*> current_pool{nullptr};
+
+/// The pool of this process. Never destroyed: its workers sleep until the process ends. A forked child, which has none of
+/// its parent's threads, starts a fresh one.
+Pool& pool() {
+  Pool* existing = current_pool.load(std::memory_order_acquire);
+  if (existing) return *existing;
+  static std::mutex creation;
+  static const bool registered = [] {
+    on_fork_in_child([] {
+      current_pool.store(nullptr, std::memory_order_release);
+      inside_loop = false;
+    });
+    return true;
+  }();
+  static_cast<void>(registered);
+  const std::lock_guard lock(creation);
+  existing = current_pool.load(std::memory_order_acquire);
+  if (!existing) {
+    existing = new Pool;
+    current_pool.store(existing, std::memory_order_release);
+  }
+  return *existing;
+}
+
+std::atomic<int> chosen_threads{0};
+
+}  // namespace
+
+int num_threads() {
+  const int chosen = chosen_threads.load(std::memory_order_relaxed);
+  if (chosen > 0) return chosen;
+  static const int standard = default_threads();
+  return standard;
+}
+
+void set_num_threads(int threads) {
+  if (threads < 0 || threads > 4096) {
+    throw InvalidArgument("threads", "threads is " + std::to_string(threads) + ": give 1 to 4096, or 0 for the default");
+  }
+  chosen_threads.store(threads, std::memory_order_relaxed);
+}
+
+namespace detail {
+
+void run_items(int threads, std::int64_t items, const LoopControl& control, ItemFunction function, void* context) {
+  if (items <= 0) return;
+  // A loop inside a loop runs where it is: the outer one already fills the threads.
+  const bool nested = inside_loop;
+  const int helpers = nested ? 0 : static_cast<int>(std::min<std::int64_t>(threads, items)) - 1;
+  Job job(function, context, items, control, std::max(helpers, 0));
+  if (helpers > 0) pool().run(job);
+  else pool().work(job, 0, !nested);
+  inside_loop = nested;
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+}  // namespace detail
+}  // namespace longspan

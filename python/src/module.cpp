@@ -37,6 +37,8 @@ nb::dict memory_statistics() {
 
 NB_MODULE(_longspan, module) {
   module.doc() = "The compiled half of longspan; use the package's own functions.";
+  // torch keeps registered operators, and with them our objects, until after nanobind looks for leaks.
+  nb::set_leak_warnings(false);
   longspan::python::bind_errors();
   longspan::python::bind_patterns(module);
   longspan::python::bind_attention(module);

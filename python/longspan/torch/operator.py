@@ -2,6 +2,9 @@
 
 Tensors are [batch, rows, heads, head_dim] in any strides; the pattern travels as its canonical text, so that graphs can
 be compiled, exported and pickled. Dropout takes its seed as a tensor, drawn inside the graph from torch's generator.
+
+The dispatcher costs 20 to 150 microseconds for an operator written in Python, so plain tensors in plain eager mode go
+past it, to the same functions; everything that must see the operator (compile, export, modes, autocast, ...) does.
 """
 
 from __future__ import annotations
@@ -84,8 +87,13 @@ def _seed_arguments(seed: Tensor | None) -> tuple[int, int]:
 
 def _empty_lse(query: Tensor) -> Tensor:
     batch, rows, heads, _ = query.shape
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return torch.empty((batch, heads, rows), dtype=dtype, device=query.device)
+    if query.dtype is torch.float32 or query.dtype is torch.float64:
+        return query.new_empty((batch, heads, rows))
+    return query.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _check_dimensions(**tensors: Tensor) -> None:
@@ -105,7 +113,7 @@ def _run_forward(
     )
     if query.dim() != 4:
         _check_dimensions(query=query)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = _empty_like(query)
     lse = _empty_lse(query)
     try:
         operator.forward(
@@ -127,7 +135,7 @@ def _run_backward(
     )
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()  # autograd hands over expanded scalars, for example from sum()
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
+    grads = (_empty_like(query), _empty_like(key), _empty_like(value))
     try:
         operator.backward(
             _raw("query", query), _raw("key", key), _raw("value", value), _raw("out", out), _raw("lse", lse),
@@ -137,16 +145,16 @@ def _run_backward(
         )  # fmt: skip
     except InvalidArgument as error:
         raise renamed(error, _NAMES) from None
-    return tuple(grads)
+    return grads
 
 
 def _fake_forward(query, key, value, *settings):
     _check_dimensions(query=query, key=key, value=value)
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device), _empty_lse(query)
+    return _empty_like(query), _empty_lse(query)
 
 
 def _fake_backward(grad_out, grad_lse, query, key, value, *rest):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    return _empty_like(query), _empty_like(key), _empty_like(value)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -158,15 +166,13 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad_out, grad_lse):
+def _differentiate(ctx, grad_out, grad_lse, run=_backward_op):
     query, key, value, out, lse, *call_tensors = ctx.saved_tensors
     if grad_out is None:
         if grad_lse is None:
             return (None,) * (3 + _SETTING_COUNT)
         grad_out = torch.zeros_like(out)
-    grads = _backward_op(
-        grad_out, grad_lse, query, key, value, out, lse, *ctx.before, *call_tensors, *ctx.after
-    )
+    grads = run(grad_out, grad_lse, query, key, value, out, lse, *ctx.before, *call_tensors, *ctx.after)
     return *grads, *(None,) * _SETTING_COUNT
 
 
@@ -196,6 +202,52 @@ torch.library.register_fake("longspan::attention", _fake_forward, lib=_library)
 torch.library.register_fake("longspan::attention_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("longspan::attention", _differentiate, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd("longspan::attention_backward", _refuse_second_derivative, lib=_library)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator's own functions without the dispatcher. (A separate setup_context would cost another 100 us.)"""
+
+    @staticmethod
+    def forward(ctx, query, key, value, settings):
+        result = _run_forward(query, key, value, *settings)
+        _setup_context(ctx, (query, key, value, *settings), result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        # With create_graph the registered operator says what it cannot do.
+        run = _backward_op if torch.is_grad_enabled() else _run_backward
+        return _differentiate(ctx, grad_out, grad_lse, run)[:4]
+
+
+# Whether something beside plain eager execution wants to see operators. Private names, so each may be missing: then
+# every call goes through the dispatcher.
+_observers = [
+    getattr(torch._C, name, lambda: True)
+    for name in ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state")
+]
+_observers.append(getattr(torch.autograd, "_profiler_enabled", lambda: True))
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the dispatcher would only forward the call."""
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in (query, key, value):
+        if type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu:
+            return False
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    return not any(observes() for observes in _observers)
+
+
+def _call(query: Tensor, key: Tensor, value: Tensor, settings: tuple) -> tuple[Tensor, Tensor]:
+    if not _is_plain(query, key, value):
+        return _forward_op(query, key, value, *settings)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return _Eager.apply(query, key, value, settings)
+    return _run_forward(query, key, value, *settings)
 
 
 @torch.compiler.assume_constant_result
@@ -273,7 +325,7 @@ def attention(
         query, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
         deterministic, detached_mix, allow_tf32, kernel,
     )  # fmt: skip
-    out, lse = _forward_op(query, key, value, *settings)
+    out, lse = _call(query, key, value, settings)
     (out,) = _arranged(layout, out)
     return (out, lse) if return_lse else out
 

@@ -1,0 +1,80 @@
+// Data on stdout, progress and notes on stderr. Colours and progress bars only on a terminal, and never with NO_COLOR.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace longspan::cli {
+
+/// Writes to stdout; throws IoError (a full disk, a closed pipe).
+void print_text(std::string_view text);
+template <class... Args>
+void print(fmt::format_string<Args...> format, Args&&... args) {
+  print_text(fmt::format(format, std::forward<Args>(args)...));
+}
+/// Flushes stdout; throws IoError if anything written since the start was lost.
+void finish_output();
+
+/// One line on stderr.
+void note_text(std::string_view text);
+template <class... Args>
+void note(fmt::format_string<Args...> format, Args&&... args) {
+  note_text(fmt::format(format, std::forward<Args>(args)...));
+}
+
+/// Text in a colour, or unchanged where stdout is no terminal or NO_COLOR is set.
+std::string bold(std::string_view text);
+std::string dim(std::string_view text);
+std::string good(std::string_view text);
+std::string bad(std::string_view text);
+
+/// A bar on stderr that vanishes when done. Silent where stderr is no terminal.
+class Progress {
+ public:
+  explicit Progress(std::string label);
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  ~Progress();
+  void update(double fraction);
+
+ private:
+  std::string label_;
+  bool enabled_;
+  bool drawn_ = false;
+  std::chrono::steady_clock::time_point last_;
+};
+
+enum class Align { left, right };
+
+/// Rows of text with aligned columns.
+class Table {
+ public:
+  struct Column {
+    std::string title;
+    Align align = Align::right;
+  };
+  explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
+  void add(std::vector<std::string> cells);
+  std::string to_string() const;
+  const std::vector<Column>& columns() const { return columns_; }
+  const std::vector<std::vector<std::string>>& rows() const { return rows_; }
+
+ private:
+  std::vector<Column> columns_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+/// 131072 -> "131,072".
+std::string with_commas(double value);
+/// 1.5e9 -> "1.50 G"; powers of 1000.
+std::string short_count(double value);
+/// 1536 -> "1.50 KiB"; powers of 1024.
+std::string short_bytes(double bytes);
+/// 0.0123 -> "12.3 ms".
+std::string short_duration(double seconds);
+
+}  // namespace longspan::cli

@@ -1,0 +1,17 @@
+// Ctrl-C and SIGTERM as a flag that the library polls, so that temporary files are removed on the way out.
+#pragma once
+
+#include <atomic>
+
+namespace longspan::cli {
+
+/// Installs the handlers (a second signal kills at once) and ignores SIGPIPE and SIGXFSZ, whose errno is reported instead.
+void handle_signals();
+/// True once a signal came; pass its address as Call::cancel.
+const std::atomic<bool>& interrupted();
+/// Throws Cancelled if a signal came.
+void stop_if_interrupted();
+/// 128 + the signal's number.
+int interrupt_exit_code();
+
+}  // namespace longspan::cli

@@ -1,0 +1,102 @@
+// The longspan command: parses, runs one command, turns errors into one line on stderr and an exit code.
+#include <CLI/CLI.hpp>
+#include <new>
+#include <vector>
+
+#include "command.h"
+#include "console.h"
+#include "interrupt.h"
+#include "longspan/error.h"
+#include "longspan/version.h"
+#include "suggest.h"
+
+namespace longspan::cli {
+namespace {
+
+constexpr const char* kDescription =
+    "Attention over very long sequences: exact dilated, multi-branch and block-sparse attention.";
+
+constexpr const char* kFooter = R"(
+Examples:
+  longspan demo --out report.html            compute, verify and draw dilated attention on this machine
+  longspan plan --tokens 1G                  what attends to what, and what it costs, without computing it
+  longspan attend --q q.npy --k k.npy --v v.npy --out out.npy --segments 2048,4096 --dilations 1,2
+  longspan attend --q model.safetensors#q --k model.safetensors#k --v model.safetensors#v \
+                  --out result.safetensors#out --lse result.safetensors#lse --causal
+  longspan check --random 100 --seed 7       every kernel of this machine against the float64 reference
+  longspan bench dilated --tokens 64K        GFLOP/s, and which part of the machine's peak that is
+  longspan info --why --dtype bf16           which kernel runs this problem, and why the others do not
+
+Exit codes:
+  0    success
+  1    results differ from the reference by more than the tolerance
+  2    bad input or usage, or a problem that no kernel here can run
+  3    input/output, memory or another failure at run time
+  130  interrupted
+
+Data goes to standard output (--json makes it machine-readable), progress and errors to standard error.
+`longspan COMMAND --help` explains a command.)";
+
+struct Failure {
+  int code;
+  std::string message;
+};
+
+/// What an exception means to the caller of the command.
+Failure describe(const std::exception& error) {
+  if (dynamic_cast<const Cancelled*>(&error)) return {interrupt_exit_code(), "interrupted"};
+  if (dynamic_cast<const InvalidArgument*>(&error)) return {kBadInput, error.what()};
+  if (dynamic_cast<const Unsupported*>(&error)) return {kBadInput, error.what()};
+  if (dynamic_cast<const std::bad_alloc*>(&error)) return {kFailure, "out of memory: use fewer tokens, heads or threads"};
+  return {kFailure, error.what()};
+}
+
+int report(const CLI::ParseError& error, const CLI::App& app, const std::vector<std::string>& arguments) {
+  if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) {  // --help, --version
+    const CLI::App* asked = app.get_subcommands().empty() ? &app : app.get_subcommands().front();
+    const bool version = dynamic_cast<const CLI::CallForVersion*>(&error) != nullptr;
+    print_text(version ? std::string(error.what()) + "\n" : asked->help());
+    finish_output();
+    return kSuccess;
+  }
+  std::string message = error.what();
+  while (!message.empty() && message.back() == '\n') message.pop_back();
+  const std::string suggestion = suggest(app, arguments);
+  note("longspan: {}{}", message, suggestion.empty() ? "; see longspan --help" : "; " + suggestion);
+  return kBadInput;
+}
+
+int run(int count, char** values) {
+  CLI::App app(kDescription, "longspan");
+  app.footer(kFooter);
+  app.set_version_flag("--version", fmt::format("longspan {} ({})", version(), commit()));
+  app.require_subcommand(1);
+  const Command commands[] = {add_demo(app), add_attend(app), add_plan(app), add_info(app), add_check(app), add_bench(app)};
+  try {
+    app.parse(count, values);
+  } catch (const CLI::ParseError& error) {
+    return report(error, app, {values + 1, values + count});
+  }
+  for (const Command& command : commands) {
+    if (!command.parser->parsed()) continue;
+    const int code = command.run();
+    finish_output();
+    return code;
+  }
+  return kBadInput;
+}
+
+}  // namespace
+}  // namespace longspan::cli
+
+int main(int count, char** values) {
+  using namespace longspan::cli;
+  handle_signals();
+  try {
+    return run(count, values);
+  } catch (const std::exception& error) {
+    const auto [code, message] = describe(error);
+    note("longspan: {}", message);
+    return code;
+  }
+}

@@ -1,0 +1,188 @@
+// Parsing of the shared problem options.
+#include "problem_options.h"
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+
+#include "longspan/error.h"
+#include "longspan/threads.h"
+
+namespace longspan::cli {
+namespace {
+
+[[noreturn]] void refuse(std::string_view name, std::string_view value, std::string_view fix) {
+  throw InvalidArgument(std::string(name), fmt::format("--{} is '{}': {}", name, value, fix));
+}
+
+template <class Number>
+Number parse_number(std::string_view name, std::string_view text, std::string_view fix) {
+  Number value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) refuse(name, text, fix);
+  return value;
+}
+
+std::int64_t parse_size_in(std::string_view name, std::string_view text, std::int64_t low, std::int64_t high,
+                           std::string_view fix) {
+  const std::int64_t value = parse_size(name, text);
+  if (value < low || value > high) refuse(name, text, fix);
+  return value;
+}
+
+template <class Value>
+Value choose(std::string_view name, std::string_view text,
+             std::initializer_list<std::pair<std::string_view, Value>> choices) {
+  std::string names;
+  for (const auto& [choice, value] : choices) {
+    if (choice == text) return value;
+    names += names.empty() ? fmt::format("{}", choice) : fmt::format(" or {}", choice);
+  }
+  refuse(name, text, fmt::format("give {}", names));
+}
+
+}  // namespace
+
+std::int64_t parse_size(std::string_view name, std::string_view text) {
+  constexpr std::string_view kFix = "give a whole number such as 131072, 128K or 1M (powers of 1024)";
+  std::string_view digits = text;
+  int shift = 0;
+  if (!digits.empty()) {
+    constexpr std::string_view kUnits = "KMGT";
+    const char last = digits.back() >= 'a' && digits.back() <= 'z' ? static_cast<char>(digits.back() - 'a' + 'A')
+                                                                    : digits.back();
+    const std::size_t unit = kUnits.find(last);
+    if (unit != std::string_view::npos) {
+      shift = 10 * (static_cast<int>(unit) + 1);
+      digits.remove_suffix(1);
+    }
+  }
+  const std::int64_t value = parse_number<std::int64_t>(name, digits.empty() ? std::string_view(" ") : digits, kFix);
+  std::int64_t scaled = 0;
+  if (__builtin_mul_overflow(value, std::int64_t{1} << shift, &scaled)) {
+    refuse(name, text, "the largest size is 2^63 - 1");
+  }
+  return scaled;
+}
+
+std::vector<std::int64_t> parse_sizes(std::string_view name, std::string_view text) {
+  std::vector<std::int64_t> sizes;
+  while (!text.empty()) {
+    const std::size_t comma = text.find(',');
+    sizes.push_back(parse_size(name, text.substr(0, comma)));
+    if (comma == std::string_view::npos) return sizes;
+    text.remove_prefix(comma + 1);
+    if (text.empty()) refuse(name, ",", "a number must follow the last comma");
+  }
+  return sizes;
+}
+
+Problem ProblemChoice::problem(std::int64_t default_tokens) const {
+  Problem shape;
+  shape.dtype = dtype;
+  shape.device = device;
+  shape.batch = batch;
+  shape.tokens = tokens.value_or(default_tokens);
+  shape.query_rows = shape.tokens;
+  shape.heads = heads;
+  shape.kv_heads = kv_heads;
+  shape.head_dim = head_dim;
+  return shape;
+}
+
+void ProblemOptions::add_to(CLI::App& command) {
+  command_ = &command;
+  const std::string group = "Problem";
+  const auto add = [&](const char* flags, std::string& target, const char* meaning, const char* type) {
+    return command.add_option(flags, target, meaning)->group(group)->type_name(type)->capture_default_str();
+  };
+  add("--tokens", tokens_, "Sequence length: 131072, 128K, 1M (powers of 1024)", "SIZE");
+  add("--batch", batch_, "Batch entries", "SIZE");
+  add("--heads", heads_, "Query heads", "SIZE");
+  add("--kv-heads", kv_heads_, "Key/value heads, a divisor of --heads (default: --heads)", "SIZE");
+  add("--head-dim", head_dim_, "Numbers per head", "SIZE");
+  add("--dtype", dtype_, "Storage type: f32, bf16 or f16", "TYPE");
+  auto* segments = add("--segments", segments_, "Segment length of each branch", "A,B,C");
+  auto* dilations = add("--dilations", dilations_, "Dilation of each branch", "A,B,C");
+  auto* assign = add("--assign", assign_, "groups: branches share the heads out; all: every branch has all heads",
+                     "groups|all");
+  auto* phase = add("--phase", phase_, "Phase rule of --assign all", "paper|torchscale");
+  auto* pad_keys = command.add_flag("--pad-keys", pad_keys_, "Attend to zero padding as torchscale does")->group(group);
+  auto* pattern = add("--pattern", pattern_, "The whole pattern as text, e.g. 'longnet 2048/1 4096/2' or 'dense'", "TEXT");
+  for (CLI::Option* part : {segments, dilations, assign, phase, pad_keys}) pattern->excludes(part);
+  command.add_flag("--causal", causal_, "Positions see themselves and earlier ones only")->group(group);
+  add("--dropout", dropout_, "Probability of dropping a pair, in [0, 1)", "P");
+  add("--scale", scale_, "Factor on scores (default: 1/sqrt(head-dim))", "X");
+  add("--layout", layout_, "Order of dimensions in memory", "bnhd|bhnd");
+  add("--device", device_, "cpu, cuda or cuda:1", "DEVICE");
+  add("--threads", threads_, "CPU threads; 0: as many as the process may use", "COUNT");
+  add("--kernel", kernel_, "Run this kernel or fail (default: the fastest that can; see longspan info)", "NAME");
+  add("--seed", seed_, "Seed of random numbers", "NUMBER");
+}
+
+bool ProblemOptions::given(const std::string& name) const { return command_->count("--" + name) > 0; }
+
+ProblemChoice ProblemOptions::resolve() const {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  ProblemChoice choice;
+  if (given("tokens")) choice.tokens = parse_size_in("tokens", tokens_, 0, kMost, "a sequence has 0 rows or more");
+  choice.batch = parse_size_in("batch", batch_, 0, kMost, "a batch has 0 entries or more");
+  choice.heads = parse_size_in("heads", heads_, 1, kMost, "give at least 1 head");
+  choice.kv_heads = kv_heads_.empty() ? choice.heads
+                                      : parse_size_in("kv-heads", kv_heads_, 1, kMost, "give at least 1 head");
+  if (choice.heads % choice.kv_heads != 0) {
+    refuse("kv-heads", kv_heads_, fmt::format("it must divide the number of heads, {}", choice.heads));
+  }
+  choice.head_dim = parse_size_in("head-dim", head_dim_, 1, 256, "head dimensions from 1 to 256 are supported");
+  choice.dtype = choose<DType>("dtype", dtype_,
+                               {{"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}, {"f64", DType::f64}});
+  choice.layout = choose<Layout>("layout", layout_, {{"bnhd", Layout::bnhd}, {"bhnd", Layout::bhnd}});
+  choice.device = parse_device(device_);
+  choice.seed = parse_number<std::uint64_t>("seed", seed_, "give a whole number from 0 to 2^64 - 1");
+
+  const bool groups = choose<bool>("assign", assign_, {{"groups", true}, {"all", false}});
+  const auto phase =
+      choose<PhaseRule>("phase", phase_, {{"paper", PhaseRule::paper}, {"torchscale", PhaseRule::torchscale}});
+  if (given("pattern")) {
+    choice.pattern = Pattern::parse(pattern_);
+  } else {
+    const auto segments = parse_sizes("segments", segments_);
+    const auto dilations = parse_sizes("dilations", dilations_);
+    choice.pattern = groups ? Pattern::dilated(segments, dilations) : Pattern::longnet(segments, dilations, phase);
+    if (groups && given("phase")) {
+      refuse("phase", phase_, "phase rules belong to --assign all; head groups always use the branch's index");
+    }
+    if (pad_keys_) choice.pattern = choice.pattern.with_pad_keys();
+  }
+
+  choice.options.causal = causal_;
+  choice.options.dropout = parse_number<double>("dropout", dropout_, "give a probability in [0, 1), such as 0.1");
+  if (!(choice.options.dropout >= 0 && choice.options.dropout < 1)) {
+    refuse("dropout", dropout_, "give a probability in [0, 1), such as 0.1");
+  }
+  if (given("scale")) {
+    choice.options.scale = parse_number<double>("scale", scale_, "give a finite number such as 0.125");
+  }
+  choice.options.kernel = kernel_;
+
+  const std::int64_t threads = parse_size_in("threads", threads_, 0, 4096, "give 1 to 4096, or 0 for the default");
+  if (threads > 0) set_num_threads(static_cast<int>(threads));
+  return choice;
+}
+
+std::size_t checked_bytes(std::string_view what, const std::vector<std::int64_t>& sizes, std::int64_t element) {
+  std::int64_t bytes = element;
+  for (const std::int64_t size : sizes) {
+    if (__builtin_mul_overflow(bytes, std::max<std::int64_t>(size, 1), &bytes)) {
+      throw InvalidArgument(std::string(what), fmt::format("{} of shape [{}] needs more bytes than 64 bits can count: "
+                                                           "give smaller sizes",
+                                                           what, fmt::join(sizes, ", ")));
+    }
+  }
+  return std::count(sizes.begin(), sizes.end(), 0) > 0 ? 0 : static_cast<std::size_t>(bytes);
+}
+
+}  // namespace longspan::cli

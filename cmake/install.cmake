@@ -32,10 +32,9 @@ install(FILES ${PROJECT_BINARY_DIR}/longspanConfig.cmake ${PROJECT_BINARY_DIR}/l
 # The prefix is found from the file's own place, so that an install tree may be moved.
 file(RELATIVE_PATH pc_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 string(REGEX REPLACE "/$" "" pc_prefix "${pc_prefix}")
-set(pc_cflags "")
 if(NOT BUILD_SHARED_LIBS)
   set(pc_cflags " -DLONGSPAN_STATIC")
-  set(pc_static_libraries " -lhwy -lstdc++")
+  set(pc_libraries " -lhwy -pthread")
 endif()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/longspan.pc.in ${PROJECT_BINARY_DIR}/longspan.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/longspan.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -2,7 +2,7 @@
 # Builds Longspan and runs its tests: C++ by ctest, Python by pytest. Arguments:
 #   --preset NAME   which build to test: ci (default), dev, release, cuda, asan, tsan
 #   --no-python     leave the Python module and its tests out
-#   --all           the tests labelled slow, too
+#   --all           the slow tests, too
 #   others go to ctest, for example -R pattern or -L install; Python is then left out
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -11,6 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 preset=ci
 python=yes
 labels=(--label-exclude slow)
+markers=(-m "not slow")
 ctest_arguments=()
 while (($#)); do
   case $1 in
@@ -21,7 +22,10 @@ while (($#)); do
       ;;
     --preset=*) preset=${1#*=} ;;
     --no-python) python=no ;;
-    --all) labels=() ;;
+    --all)
+      labels=()
+      markers=()
+      ;;
     -h | --help)
       sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
       exit 0
@@ -36,7 +40,7 @@ case $preset in
 esac
 ((${#ctest_arguments[@]})) && python=no
 
-# Builds the module into build/venv, incrementally (build/python), and runs python/tests.
+# Builds the module into build/venv, incrementally, and runs python/tests.
 test_python() {
   virtual_environment || return 0
   # Build requirements live in the environment, not in a fresh one per build: paths stay the same, so ninja has little
@@ -52,8 +56,8 @@ END
     return 0
   fi
   install_torch || leave_out "tests against torch (torch could not be installed)"
-  pip_install --no-build-isolation --no-deps --force-reinstall -Cbuild-dir=build/python .
-  build/venv/bin/python -m pytest -q python/tests
+  pip_install --no-build-isolation --no-deps --force-reinstall .
+  build/venv/bin/python -m pytest -q "${markers[@]}" python/tests
 }
 # torch from PyPI brings CUDA libraries on x86-64 (several GB); the CPU-only index is far smaller, where it is reachable.
 install_torch() {

@@ -1,0 +1,302 @@
+// Exact values, magnitudes and the rounded model, by the loops of the definition.
+#include "kernels/reference/expectation.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "kernels/reference/definition.h"
+
+namespace longspan::reference {
+namespace {
+
+constexpr double kLambda = 4;
+constexpr std::size_t kEnoughForMeans = 512;
+
+double unit_roundoff(DType dtype) {
+  switch (dtype) {
+    case DType::bf16:
+      return 0x1p-8;
+    case DType::f16:
+      return 0x1p-11;
+    case DType::f32:
+      return 0x1p-24;
+    default:
+      return 0x1p-53;
+  }
+}
+
+double round_to(DType dtype, double value) {
+  switch (dtype) {
+    case DType::bf16:
+      return to_float(from_float<BFloat16>(static_cast<float>(value)));
+    case DType::f16:
+      return to_float(from_float<Float16>(static_cast<float>(value)));
+    default:
+      return value;
+  }
+}
+
+/// Keeps the largest of what threads report.
+class Largest {
+ public:
+  void raise(double value) {
+    double seen = value_.load(std::memory_order_relaxed);
+    while (value > seen && !value_.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+    }
+  }
+  double get() const { return value_.load(); }
+
+ private:
+  std::atomic<double> value_{0};
+};
+
+class Expecter {
+ public:
+  Expecter(const BackwardArguments& arguments, bool gradients)
+      : a(arguments), definition(arguments), problem(a.plan.problem()), columns(problem.head_dim),
+        output_scale(a.plan.output_scale()), model(problem.dtype == DType::bf16 || problem.dtype == DType::f16) {
+    resize(result.out, problem.query_rows, problem.heads, columns);
+    resize(result.lse, problem.query_rows, problem.heads, 1);
+    deltas_per_row = a.plan.options().detached_mix ? a.plan.branches().size() : 1;
+    if (!gradients) return;
+    deltas.resize(result.lse.value.size() * deltas_per_row);
+    resize(result.dq, problem.query_rows, problem.heads, columns);
+    resize(result.dk, problem.tokens, problem.kv_heads, columns);
+    resize(result.dv, problem.tokens, problem.kv_heads, columns);
+  }
+
+  Expectation run(bool gradients) {
+    definition.for_each_query(a.threads, 0, 0.3, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
+      forward_row(entry, head, row, position);
+    });
+    if (gradients) {
+      definition.for_each_query(a.threads, 0.3, 0.6, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
+        query_row(entry, head, row, position);
+      });
+      const std::int64_t count = problem.tokens;
+      parallel_for(a.threads, problem.batch * problem.kv_heads * count, LoopControl{}, [&](int, std::int64_t item) {
+        key_row(item / count / problem.kv_heads, item / count % problem.kv_heads, item % count);
+      });
+    }
+    set_tolerances();
+    return std::move(result);
+  }
+
+ private:
+  struct Terms {  // of one pair
+    double probability = 0, factor = 1, dscore = 0, dscore_magnitude = 0, dscore_model = 0;
+  };
+
+  void resize(ExpectedTensor& tensor, std::int64_t rows, std::int64_t heads, std::int64_t width) {
+    const std::size_t size = static_cast<std::size_t>(problem.batch * rows * heads * width);
+    tensor.value.assign(size, 0);
+    tensor.magnitude.assign(size, 0);
+    if (model) tensor.rounded.assign(size, 0);
+  }
+
+  std::size_t query_index(std::int64_t entry, std::int64_t row, std::int64_t head) const {
+    return static_cast<std::size_t>((entry * problem.query_rows + row) * problem.heads + head);
+  }
+
+  void forward_row(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
+    const RowResult exact = attend(definition, 0, a.plan.branches().size(), entry, head, row, position);
+    const std::size_t index = query_index(entry, row, head);
+    result.lse.value[index] = exact.lse;
+    result.lse.magnitude[index] = 1 + std::abs(exact.lse);
+    if (model) result.lse.rounded[index] = exact.lse;
+    std::size_t keys = 0;
+    for (std::size_t b = 0; b < a.plan.branches().size(); ++b) {
+      definition.for_each_key(b, entry, head, position, [&](const Pair& pair) {
+        ++keys;
+        double products = 0;
+        const Row q(a.q, entry, row, head), key = definition.key_row(entry, head, pair.key), value = definition.value_row(entry, head, pair.key);
+        for (std::int64_t column = 0; column < columns; ++column) products += std::abs(q[column] * key[column]);
+        products *= std::abs(a.plan.scale());
+        if (a.call.alibi_slopes.given()) {
+          products += std::abs(static_cast<double>(*a.call.alibi_slopes.at<float>(0, 0, head)) * static_cast<double>(position - pair.key));
+        }
+        largest_score.raise(products);
+        const double weight = std::exp(definition.score(entry, head, row, position, pair.key) - exact.lse);
+        const double kept = weight * definition.dropout_factor(entry, head, position, pair) * output_scale;
+        const double kept_model = round_to(problem.dtype, weight) * definition.dropout_factor(entry, head, position, pair) * output_scale;
+        for (std::int64_t column = 0; column < columns; ++column) {
+          const std::size_t element = index * static_cast<std::size_t>(columns) + static_cast<std::size_t>(column);
+          result.out.value[element] += kept * value[column];
+          result.out.magnitude[element] += std::abs(kept * value[column]);
+          if (model) result.out.rounded[element] += kept_model * value[column];
+        }
+      });
+    }
+    most_terms.raise(static_cast<double>(keys));
+    for (std::size_t element = index * static_cast<std::size_t>(columns); model && element < (index + 1) * static_cast<std::size_t>(columns); ++element) {
+      result.out.rounded[element] = round_to(problem.dtype, result.out.rounded[element]);
+    }
+    if (!deltas.empty()) row_deltas(entry, head, row, position, index);
+  }
+
+  void row_deltas(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position, std::size_t index) {
+    const Row dout(a.dout, entry, row, head);
+    for (std::size_t b = 0; b < deltas_per_row; ++b) {
+      std::vector<double> own;
+      if (a.plan.options().detached_mix) own = attend(definition, b, b + 1, entry, head, row, position).out;
+      Delta& delta = deltas[index * deltas_per_row + b];
+      for (std::int64_t column = 0; column < columns; ++column) {
+        const std::size_t element = index * static_cast<std::size_t>(columns) + static_cast<std::size_t>(column);
+        const double exact = own.empty() ? result.out.value[element] : output_scale * own[static_cast<std::size_t>(column)];
+        delta.value += dout[column] * exact;
+        delta.magnitude += std::abs(dout[column] * exact);
+        delta.model += dout[column] * round_to(problem.dtype, exact);
+      }
+    }
+  }
+
+  Terms terms(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position, const Pair& pair) const {
+    Terms t;
+    const std::size_t index = query_index(entry, row, head);
+    const double lse = result.lse.value[index];
+    if (lse == -INFINITY) return t;
+    t.probability = std::exp(definition.score(entry, head, row, position, pair.key) - lse);
+    t.factor = definition.dropout_factor(entry, head, position, pair);
+    double dweight = 0, dweight_magnitude = 0;
+    const Row dout(a.dout, entry, row, head), value = definition.value_row(entry, head, pair.key);
+    for (std::int64_t column = 0; column < columns; ++column) {
+      dweight += output_scale * dout[column] * value[column];
+      dweight_magnitude += std::abs(output_scale * dout[column] * value[column]);
+    }
+    const double dlse = a.call.dlse.given() ? Row(a.call.dlse, entry, row, head)[0] : 0;
+    const Delta& delta = deltas[index * deltas_per_row + (deltas_per_row == 1 ? 0 : static_cast<std::size_t>(pair.branch))];
+    t.dscore = a.plan.scale() * t.probability * (t.factor * dweight - delta.value + dlse);
+    t.dscore_magnitude = std::abs(a.plan.scale()) * t.probability * (t.factor * dweight_magnitude + delta.magnitude + std::abs(dlse));
+    t.dscore_model = round_to(problem.dtype, a.plan.scale() * t.probability * (t.factor * dweight - delta.model + dlse));
+    return t;
+  }
+
+  /// target += factor * row, with its magnitude and its model.
+  void add(ExpectedTensor& target, std::size_t first, double factor, double magnitude, double rounded, const Row& row) {
+    for (std::int64_t column = 0; column < columns; ++column) {
+      const std::size_t element = first + static_cast<std::size_t>(column);
+      target.value[element] += factor * row[column];
+      target.magnitude[element] += magnitude * std::abs(row[column]);
+      if (model) target.rounded[element] += rounded * row[column];
+    }
+  }
+
+  void round_row(ExpectedTensor& tensor, std::size_t first) {
+    for (std::size_t element = first; model && element < first + static_cast<std::size_t>(columns); ++element) {
+      tensor.rounded[element] = round_to(problem.dtype, tensor.rounded[element]);
+    }
+  }
+
+  void query_row(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
+    const std::size_t first = query_index(entry, row, head) * static_cast<std::size_t>(columns);
+    for (std::size_t b = 0; b < a.plan.branches().size(); ++b) {
+      definition.for_each_key(b, entry, head, position, [&](const Pair& pair) {
+        const Terms t = terms(entry, head, row, position, pair);
+        add(result.dq, first, t.dscore, t.dscore_magnitude, t.dscore_model, definition.key_row(entry, head, pair.key));
+      });
+    }
+    round_row(result.dq, first);
+  }
+
+  void key_row(std::int64_t entry, std::int64_t kv_head, std::int64_t key) {
+    const std::size_t first = static_cast<std::size_t>(((entry * problem.tokens + key) * problem.kv_heads + kv_head) * columns);
+    const std::int64_t group = problem.heads / problem.kv_heads;
+    std::size_t queries = 0;
+    for (std::int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      for (std::size_t b = 0; b < a.plan.branches().size(); ++b) {
+        const BranchPlan& branch = a.plan.branches()[b];
+        if (!definition.takes_part(branch, entry, head, key)) continue;
+        const std::int64_t key_index = key % branch.segment / branch.dilation;
+        definition.for_each_strand_row(branch, entry, head, key, [&](std::int64_t index, std::int64_t query) {
+          if (!definition.attends(branch, entry, head, index, query, key_index, key)) return;
+          std::int64_t first_row = 0;
+          for (const RowRange& range : a.ranges) {
+            if (query >= range.start && query < range.start + range.count) {
+              const std::int64_t row = first_row + query - range.start;
+              const Terms t = terms(entry, head, row, query, {static_cast<std::int64_t>(b), key_index, key});
+              const double weight = t.probability * t.factor * output_scale;
+              add(result.dk, first, t.dscore, t.dscore_magnitude, t.dscore_model, Row(a.q, entry, row, head));
+              add(result.dv, first, weight, std::abs(weight), round_to(problem.dtype, t.probability * t.factor) * output_scale,
+                  Row(a.dout, entry, row, head));
+              ++queries;
+            }
+            first_row += range.count;
+          }
+        });
+      }
+    }
+    round_row(result.dk, first);
+    round_row(result.dv, first);
+    most_terms.raise(static_cast<double>(queries));
+  }
+
+  void set_tolerances() {
+    const double sums = problem.dtype == DType::f64 ? 0x1p-53 : 0x1p-24;
+    const double head_dim = static_cast<double>(columns);
+    const double computed = kLambda * sums * (2 * std::sqrt(head_dim) * largest_score.get() + std::sqrt(most_terms.get()) + 8);
+    const double storage = model ? unit_roundoff(problem.dtype) : 0.0;
+    result.out.relative = 4 * storage + computed;
+    result.lse.relative = storage / 16 + computed;
+    for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv}) gradient->relative = 6 * storage + computed;
+    // Below the smallest normal number a type rounds to multiples of its last bit: P, dS and results may lose that much.
+    const double smallest = problem.dtype == DType::f16 ? 0x1p-24 : problem.dtype == DType::f64 ? 0.0 : 0x1p-126;
+    for (ExpectedTensor* tensor : {&result.out, &result.dq, &result.dk, &result.dv}) {
+      tensor->absolute = smallest * (1 + 4 * std::sqrt(most_terms.get()));
+    }
+  }
+
+  struct Delta {
+    double value = 0, magnitude = 0, model = 0;
+  };
+
+  const BackwardArguments& a;
+  const Definition definition;
+  const Problem& problem;
+  const std::int64_t columns;
+  const double output_scale;
+  const bool model;
+  std::size_t deltas_per_row = 1;
+  std::vector<Delta> deltas;
+  Largest largest_score, most_terms;
+  Expectation result;
+};
+
+}  // namespace
+
+Expectation expect(const BackwardArguments& arguments, bool gradients) { return Expecter(arguments, gradients).run(gradients); }
+
+Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected) {
+  Comparison comparison;
+  double squared_error = 0, squared_model = 0;
+  std::size_t element = 0;
+  for (std::int64_t entry = 0; entry < actual.batch(); ++entry) {
+    for (std::int64_t row = 0; row < actual.rows(); ++row) {
+      for (std::int64_t head = 0; head < actual.heads(); ++head) {
+        const Row values(actual, entry, row, head);
+        for (std::int64_t column = 0; column < actual.columns(); ++column, ++element) {
+          const double want = expected.value[element], got = values[column];
+          double error = std::abs(got - want);
+          if (want == got) error = 0;                                      // infinities
+          else if (!(error <= std::numeric_limits<double>::max())) error = std::numeric_limits<double>::infinity();  // NaN
+          const double allowed = expected.relative * expected.magnitude[element] + expected.absolute;
+          const double over = error == 0 ? 0 : error / allowed;
+          comparison.largest_error = std::max(comparison.largest_error, error);
+          if (over > comparison.over_tolerance) {
+            comparison.over_tolerance = over;
+            comparison.worst = fmt::format("entry {} row {} head {} column {}: {} instead of {}, allowed error {:.3g}", entry, row, head,
+                                           column, got, want, allowed);
+          }
+          squared_error += error * error;
+          if (!expected.rounded.empty()) squared_model += std::pow(expected.rounded[element] - want, 2);
+        }
+      }
+    }
+  }
+  if (!expected.rounded.empty() && element >= kEnoughForMeans && squared_model > 0) {
+    comparison.rms_over_model = std::sqrt(squared_error / squared_model);
+  }
+  return comparison;
+}
+
+}  // namespace longspan::reference

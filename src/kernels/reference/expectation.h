@@ -1,0 +1,50 @@
+// What a correct kernel returns, and how far from it rounding may take it. Used by the tests and by `longspan check`.
+//
+// Every output is a sum of terms. With u the unit roundoff of float32 (2^-24) and u_s that of the storage type:
+//  - A score is a sum of D products, so its error is at most about sqrt(D) u A in a random walk of roundings, with A the
+//    largest sum of absolute products (times scale, plus ALiBi). exp turns it into a relative error of P; the
+//    denominator carries the same. Sums of n terms add sqrt(n) u, and exp, log, division and scaling a few u.
+//        relative32 = lambda * u * (2 sqrt(D) A + sqrt(n) + 8)          lambda = 4: beyond four standard deviations
+//    The error of an element is at most relative32 times the sum of absolute values of its terms ("magnitude").
+//  - In 16-bit storage a float32 computation rounds P (or dS) and the result: u_s of the magnitude each, and the
+//    gradients see delta through an `out` that was rounded too. We allow twice that:
+//        forward  2 * (u_s + u_s) + relative32        gradients  2 * (3 u_s) + relative32
+//    and, since worst cases are far from typical ones, also compare root mean squares with a float64 computation that
+//    rounds at just those places: at most 2 times its error (where there are enough elements to speak of a mean).
+//  - lse is never stored in 16 bits; kernels may compute exp to u_s / 16 there (far below the rounding of P).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels/kernel.h"
+
+namespace longspan::reference {
+
+/// Values in the order (entry, row, head, column).
+struct ExpectedTensor {
+  std::vector<double> value;
+  std::vector<double> magnitude;  // sum of absolute values of the terms
+  std::vector<double> rounded;    // P or dS, and the result, rounded to the storage type; empty for float32 and float64
+  double relative = 0;            // allowed error over magnitude
+  double absolute = 0;            // allowed besides: where the storage type runs out of exponents
+};
+
+struct Expectation {
+  ExpectedTensor out, lse, dq, dk, dv;
+};
+
+/// Only plan, call, ranges, q, k, v (and dout) of the arguments are read. With `gradients` false only out and lse.
+Expectation expect(const BackwardArguments& arguments, bool gradients = true);
+
+struct Comparison {
+  double largest_error = 0;
+  double over_tolerance = 0;  // largest error / allowed error: good up to 1
+  double rms_over_model = 0;  // root mean square error / the rounded model's: good up to 2; 0 if not compared
+  std::string worst;          // where and what, for people
+  bool ok() const { return over_tolerance <= 1 && rms_over_model <= 2; }
+};
+
+Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected);
+
+}  // namespace longspan::reference

@@ -1,10 +1,12 @@
-# Everything a builder may choose. As a subproject of somebody else's build only the library is built, by pip only the module
-# and the command.
+# Everything a builder may choose. As a subproject of somebody else's build only the library is built, static unless that
+# build says otherwise; by pip only the module and the command.
 set(longspan_whole ${PROJECT_IS_TOP_LEVEL})
 if(SKBUILD) # pip wants the module and the command, nothing else
   set(longspan_whole OFF)
 endif()
-option(BUILD_SHARED_LIBS "Build longspan as a shared library" ON)
+if(PROJECT_IS_TOP_LEVEL)
+  option(BUILD_SHARED_LIBS "Build longspan as a shared library" ON)
+endif()
 option(LONGSPAN_BUILD_TESTS "Build the tests" ${longspan_whole})
 option(LONGSPAN_BUILD_CLI "Build the longspan command" ${PROJECT_IS_TOP_LEVEL})
 option(LONGSPAN_BUILD_BENCH "Build the benchmarks (needs Google Benchmark; skipped aloud without it)" ${longspan_whole})

@@ -128,7 +128,9 @@ void bind_pattern(nb::module_& module) {
       .def("__str__", &Pattern::to_string)
       .def("__repr__", [](const Pattern& pattern) { return fmt::format("Pattern.parse('{}')", pattern.to_string()); })
       .def("__reduce__", [](const Pattern& pattern) {
-        return nb::make_tuple(nb::type<Pattern>().attr("parse"), nb::make_tuple(pattern.to_string()));
+        // A function of the package: nanobind's own cannot be pickled.
+        return nb::make_tuple(nb::module_::import_("longspan._patterns").attr("as_pattern"),
+                              nb::make_tuple(pattern.to_string()));
       });
 }
 

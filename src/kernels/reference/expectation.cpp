@@ -51,31 +51,38 @@ class Largest {
   std::atomic<double> value_{0};
 };
 
+enum class Scope { forward, queries, keys, everything };
+
 class Expecter {
  public:
-  Expecter(const BackwardArguments& arguments, bool gradients)
-      : a(arguments), definition(arguments), problem(a.plan.problem()), columns(problem.head_dim),
-        output_scale(a.plan.output_scale()), model(problem.dtype == DType::bf16 || problem.dtype == DType::f16) {
-    resize(result.out, problem.query_rows, problem.heads, columns);
+  Expecter(const BackwardArguments& arguments, Scope chosen, std::span<const std::int64_t> chosen_keys = {})
+      : a(arguments), scope(chosen), positions(chosen_keys), definition(arguments), problem(a.plan.problem()),
+        columns(problem.head_dim), output_scale(a.plan.output_scale()),
+        model(problem.dtype == DType::bf16 || problem.dtype == DType::f16) {
     resize(result.lse, problem.query_rows, problem.heads, 1);
     deltas_per_row = a.plan.options().detached_mix ? a.plan.branches().size() : 1;
-    if (!gradients) return;
-    deltas.resize(result.lse.value.size() * deltas_per_row);
-    resize(result.dq, problem.query_rows, problem.heads, columns);
-    resize(result.dk, problem.tokens, problem.kv_heads, columns);
-    resize(result.dv, problem.tokens, problem.kv_heads, columns);
+    if (scope != Scope::forward) deltas.resize(result.lse.value.size() * deltas_per_row);
+    if (scope != Scope::keys) resize(result.out, problem.query_rows, problem.heads, columns);
+    if (scope == Scope::queries || scope == Scope::everything) resize(result.dq, problem.query_rows, problem.heads, columns);
+    if (scope == Scope::keys || scope == Scope::everything) {
+      resize(result.dk, key_count(), problem.kv_heads, columns);
+      resize(result.dv, key_count(), problem.kv_heads, columns);
+    }
   }
 
-  Expectation run(bool gradients) {
+  Expectation run() {
     definition.for_each_query(a.threads, 0, 0.3, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
-      forward_row(entry, head, row, position);
+      if (scope == Scope::keys) given_row(entry, head, row, position);
+      else forward_row(entry, head, row, position);
     });
-    if (gradients) {
+    if (!result.dq.value.empty()) {
       definition.for_each_query(a.threads, 0.3, 0.6, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
         query_row(entry, head, row, position);
       });
-      const std::int64_t count = problem.tokens;
-      parallel_for(a.threads, problem.batch * problem.kv_heads * count, LoopControl{}, [&](int, std::int64_t item) {
+    }
+    if (!result.dk.value.empty()) {
+      const std::int64_t count = key_count();
+      parallel_for(a.threads, problem.batch * problem.kv_heads * count, LoopControl{a.call.cancel}, [&](int, std::int64_t item) {
         key_row(item / count / problem.kv_heads, item / count % problem.kv_heads, item % count);
       });
     }
@@ -95,28 +102,43 @@ class Expecter {
     if (model) tensor.rounded.assign(size, 0);
   }
 
+  std::int64_t key_count() const { return scope == Scope::keys ? static_cast<std::int64_t>(positions.size()) : problem.tokens; }
+
   std::size_t query_index(std::int64_t entry, std::int64_t row, std::int64_t head) const {
     return static_cast<std::size_t>((entry * problem.query_rows + row) * problem.heads + head);
+  }
+
+  /// Remembers the largest sum of absolute products behind a score.
+  void note_score(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position, std::int64_t key_position) {
+    double products = 0;
+    const Row q(a.q, entry, row, head), key = definition.key_row(entry, head, key_position);
+    for (std::int64_t column = 0; column < columns; ++column) products += std::abs(q[column] * key[column]);
+    products *= std::abs(a.plan.scale());
+    if (a.call.alibi_slopes.given()) {
+      products += std::abs(static_cast<double>(*a.call.alibi_slopes.at<float>(0, 0, head)) * static_cast<double>(position - key_position));
+    }
+    largest_score.raise(products);
+  }
+
+  /// lse and delta of a row as the arguments give them, which is what a backward call sees.
+  void given_row(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
+    const std::size_t index = query_index(entry, row, head);
+    result.lse.value[index] = Row(a.lse, entry, row, head)[0];
+    row_deltas(entry, head, row, position, index);
   }
 
   void forward_row(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
     const RowResult exact = attend(definition, 0, a.plan.branches().size(), entry, head, row, position);
     const std::size_t index = query_index(entry, row, head);
     result.lse.value[index] = exact.lse;
-    result.lse.magnitude[index] = 1 + std::abs(exact.lse);
+    result.lse.magnitude[index] = exact.lse == -INFINITY ? 1 : 1 + std::abs(exact.lse);
     if (model) result.lse.rounded[index] = exact.lse;
     std::size_t keys = 0;
     for (std::size_t b = 0; b < a.plan.branches().size(); ++b) {
       definition.for_each_key(b, entry, head, position, [&](const Pair& pair) {
         ++keys;
-        double products = 0;
-        const Row q(a.q, entry, row, head), key = definition.key_row(entry, head, pair.key), value = definition.value_row(entry, head, pair.key);
-        for (std::int64_t column = 0; column < columns; ++column) products += std::abs(q[column] * key[column]);
-        products *= std::abs(a.plan.scale());
-        if (a.call.alibi_slopes.given()) {
-          products += std::abs(static_cast<double>(*a.call.alibi_slopes.at<float>(0, 0, head)) * static_cast<double>(position - pair.key));
-        }
-        largest_score.raise(products);
+        note_score(entry, head, row, position, pair.key);
+        const Row value = definition.value_row(entry, head, pair.key);
         const double weight = std::exp(definition.score(entry, head, row, position, pair.key) - exact.lse);
         const double kept = weight * definition.dropout_factor(entry, head, position, pair) * output_scale;
         const double kept_model = round_to(problem.dtype, weight) * definition.dropout_factor(entry, head, position, pair) * output_scale;
@@ -136,14 +158,16 @@ class Expecter {
   }
 
   void row_deltas(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position, std::size_t index) {
-    const Row dout(a.dout, entry, row, head);
+    const Row dout(a.dout, entry, row, head), returned(scope == Scope::keys ? a.out : a.dout, entry, row, head);
     for (std::size_t b = 0; b < deltas_per_row; ++b) {
       std::vector<double> own;
       if (a.plan.options().detached_mix) own = attend(definition, b, b + 1, entry, head, row, position).out;
       Delta& delta = deltas[index * deltas_per_row + b];
       for (std::int64_t column = 0; column < columns; ++column) {
         const std::size_t element = index * static_cast<std::size_t>(columns) + static_cast<std::size_t>(column);
-        const double exact = own.empty() ? result.out.value[element] : output_scale * own[static_cast<std::size_t>(column)];
+        const double exact = !own.empty()               ? output_scale * own[static_cast<std::size_t>(column)]
+                             : scope == Scope::keys ? returned[column]
+                                                    : result.out.value[element];
         delta.value += dout[column] * exact;
         delta.magnitude += std::abs(dout[column] * exact);
         delta.model += dout[column] * round_to(problem.dtype, exact);
@@ -199,8 +223,9 @@ class Expecter {
     round_row(result.dq, first);
   }
 
-  void key_row(std::int64_t entry, std::int64_t kv_head, std::int64_t key) {
-    const std::size_t first = static_cast<std::size_t>(((entry * problem.tokens + key) * problem.kv_heads + kv_head) * columns);
+  void key_row(std::int64_t entry, std::int64_t kv_head, std::int64_t target) {
+    const std::int64_t key = scope == Scope::keys ? positions[static_cast<std::size_t>(target)] : target;
+    const std::size_t first = static_cast<std::size_t>(((entry * key_count() + target) * problem.kv_heads + kv_head) * columns);
     const std::int64_t group = problem.heads / problem.kv_heads;
     std::size_t queries = 0;
     for (std::int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
@@ -216,6 +241,7 @@ class Expecter {
               const std::int64_t row = first_row + query - range.start;
               const Terms t = terms(entry, head, row, query, {static_cast<std::int64_t>(b), key_index, key});
               const double weight = t.probability * t.factor * output_scale;
+              if (scope == Scope::keys) note_score(entry, head, row, query, key);
               add(result.dk, first, t.dscore, t.dscore_magnitude, t.dscore_model, Row(a.q, entry, row, head));
               add(result.dv, first, weight, std::abs(weight), round_to(problem.dtype, t.probability * t.factor) * output_scale,
                   Row(a.dout, entry, row, head));
@@ -251,6 +277,8 @@ class Expecter {
   };
 
   const BackwardArguments& a;
+  const Scope scope;
+  const std::span<const std::int64_t> positions;  // rows of dk and dv, for Scope::keys
   const Definition definition;
   const Problem& problem;
   const std::int64_t columns;
@@ -264,7 +292,15 @@ class Expecter {
 
 }  // namespace
 
-Expectation expect(const BackwardArguments& arguments, bool gradients) { return Expecter(arguments, gradients).run(gradients); }
+Expectation expect(const BackwardArguments& arguments, bool gradients) {
+  return Expecter(arguments, gradients ? Scope::everything : Scope::forward).run();
+}
+
+Expectation expect_queries(const BackwardArguments& arguments) { return Expecter(arguments, Scope::queries).run(); }
+
+Expectation expect_keys(const BackwardArguments& arguments, std::span<const std::int64_t> positions) {
+  return Expecter(arguments, Scope::keys, positions).run();
+}
 
 Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected) {
   Comparison comparison;
@@ -282,7 +318,7 @@ Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected
           const double allowed = expected.relative * expected.magnitude[element] + expected.absolute;
           const double over = error == 0 ? 0 : error / allowed;
           comparison.largest_error = std::max(comparison.largest_error, error);
-          if (over > comparison.over_tolerance) {
+          if (!(over <= comparison.over_tolerance)) {
             comparison.over_tolerance = over;
             comparison.worst = fmt::format("entry {} row {} head {} column {}: {} instead of {}, allowed error {:.3g}", entry, row, head,
                                            column, got, want, allowed);

@@ -37,6 +37,12 @@ struct Expectation {
 /// Only plan, call, ranges, q, k, v (and dout) of the arguments are read. With `gradients` false only out and lse.
 Expectation expect(const BackwardArguments& arguments, bool gradients = true);
 
+/// Chosen rows of a large problem: out, lse and dq of the query ranges alone.
+Expectation expect_queries(const BackwardArguments& arguments);
+/// Rows `positions` of dk and dv alone, from lse and out as the arguments give them. The query ranges must hold every
+/// row that attends to these positions.
+Expectation expect_keys(const BackwardArguments& arguments, std::span<const std::int64_t> positions);
+
 struct Comparison {
   double largest_error = 0;
   double over_tolerance = 0;  // largest error / allowed error: good up to 1

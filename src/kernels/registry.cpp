@@ -1,7 +1,8 @@
 // The one list of kernels, and the one place that chooses among them.
-#include <array>
 #include <cstdlib>
+#include <vector>
 
+#include "kernels/cpu/cpu_kernels.h"
 #include "kernels/kernel.h"
 #include "kernels/plain/plain.h"
 #include "kernels/reference/reference.h"
@@ -10,7 +11,15 @@ namespace longspan {
 namespace {
 
 /// Fastest first; the reference is last, since it is only the fastest where nothing else runs (float64).
-constexpr std::array kKernels = {&kPlainKernel, &kReferenceKernel};
+const std::vector<const Kernel*>& kernels() {
+  static const std::vector<const Kernel*> list = [] {
+    std::vector<const Kernel*> all;
+    all.insert(all.end(), cpu_kernels().begin(), cpu_kernels().end());
+    all.insert(all.end(), {&kPlainKernel, &kReferenceKernel});
+    return all;
+  }();
+  return list;
+}
 
 /// "avx2" names cpu-avx2 too, so that LONGSPAN_FORCE_KERNEL=avx2 reads well.
 bool named(const Kernel& kernel, std::string_view name) {
@@ -21,7 +30,7 @@ bool named(const Kernel& kernel, std::string_view name) {
 
 }  // namespace
 
-std::span<const Kernel* const> all_kernels() { return kKernels; }
+std::span<const Kernel* const> all_kernels() { return kernels(); }
 
 const Kernel* select_kernel(const Plan& plan, Pass pass, std::string& why) {
   std::string_view wanted = plan.options().kernel;

@@ -16,24 +16,22 @@ alignas(64) constexpr float kZeroRow[kMaxHeadDim + 16] = {};
 inline const std::byte* zero_row() { return reinterpret_cast<const std::byte*>(kZeroRow); }
 
 /// Lane i of the result's block b is unit `unit + i` of rows[4 * b].
-HWY_INLINE V load_blocks(const float* const* rows, std::int64_t unit) {
-  const hn::FixedTag<float, 4> quad;
-  if constexpr (kLanes == 4) {
-    return hn::LoadU(kFloat, rows[0] + unit);
-  } else if constexpr (kLanes == 8) {
-    return hn::Combine(kFloat, hn::LoadU(quad, rows[4] + unit), hn::LoadU(quad, rows[0] + unit));
+template <class Tag>
+HWY_INLINE hn::Vec<Tag> load_blocks(Tag tag, const float* const* rows, std::int64_t unit) {
+  constexpr std::size_t kCount = hn::MaxLanes(Tag());
+  if constexpr (kCount == 4) {
+    return hn::LoadU(tag, rows[0] + unit);
   } else {
-    const hn::FixedTag<float, 8> octet;
-    return hn::Combine(kFloat, hn::Combine(octet, hn::LoadU(quad, rows[12] + unit), hn::LoadU(quad, rows[8] + unit)),
-                       hn::Combine(octet, hn::LoadU(quad, rows[4] + unit), hn::LoadU(quad, rows[0] + unit)));
+    const hn::Half<Tag> half;
+    return hn::Combine(tag, load_blocks(half, rows + kCount / 2, unit), load_blocks(half, rows, unit));
   }
 }
 
 /// Units unit .. unit + 3 of kLanes rows become four vectors, one per unit.
 HWY_INLINE void transpose_quad(const float* const* rows, std::int64_t unit, float* target, std::int64_t stride) {
   const hn::Repartition<std::uint64_t, FloatTag> pair;
-  const V r0 = load_blocks(rows, unit), r1 = load_blocks(rows + 1, unit);
-  const V r2 = load_blocks(rows + 2, unit), r3 = load_blocks(rows + 3, unit);
+  const V r0 = load_blocks(kFloat, rows, unit), r1 = load_blocks(kFloat, rows + 1, unit);
+  const V r2 = load_blocks(kFloat, rows + 2, unit), r3 = load_blocks(kFloat, rows + 3, unit);
   const auto low01 = hn::BitCast(pair, hn::InterleaveLower(r0, r1));
   const auto low23 = hn::BitCast(pair, hn::InterleaveLower(r2, r3));
   const auto high01 = hn::BitCast(pair, hn::InterleaveUpper(kFloat, r0, r1));
@@ -62,7 +60,7 @@ template <int kPanel, class Widen>
 HWY_INLINE void pack_panels_with(float* target, const std::byte* const* rows, std::int64_t keys, std::int64_t depth,
                                  bool direct, float* scratch, std::int64_t row_bytes, Widen widen) {
   for (std::int64_t key = 0; key < round_up(keys, kPanel); key += kLanes) {
-    const float* group[kLanes + 12];
+    const float* group[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       if (direct) {
         group[lane] = reinterpret_cast<const float*>(rows[key + lane]);
@@ -115,6 +113,12 @@ struct FloatLayout {
   /// A row of queries (or of dout, with factor 1) for the score products.
   void pack_query(float* target, const std::byte* row, float factor) const {
     widen_any(dtype, target, row, factor, head_dim, depth);
+  }
+  /// A tile of queries (or of dout) for the backward: rows serve as a of the score products and as b of dk and dv.
+  std::int64_t product_depth() const { return head_dim; }
+  std::int64_t query_stride_backward() const { return columns; }
+  HWY_NOINLINE void pack_queries(float* target, float*, const std::byte* const* rows, std::int64_t count, float factor) const {
+    for (std::int64_t row = 0; row < count; ++row) widen_any(dtype, target + row * columns, rows[row], factor, head_dim, columns);
   }
   HWY_NOINLINE void pack_values(float* target, const std::byte* const* rows, std::int64_t keys) const {
     for (std::int64_t key = 0; key < keys; ++key) {

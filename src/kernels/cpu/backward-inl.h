@@ -1,0 +1,374 @@
+// Backward of one task: some keys of one strand against all queries that see them.
+//   keys of the task are packed once: k and v panels (for scores), k rows (for dq); dk and dv are summed beside them
+//   queries stream past in tiles: q, dout [kQueryTile][columns], and per key tile of kKeyTile keys five products:
+//     scores = q k^T, dweights = dout v^T       in register tiles, turned at once into
+//     weights = exp2(scores - lse), dscores = weights * (dweights - delta)
+//     dv += weights^T dout, dk += dscores^T q   (a read by columns: nothing is transposed)
+//     dq += dscores k                           summed over the task's keys, then added to dq in the order of tasks
+#pragma once
+
+#include <thread>
+
+#include "kernels/cpu/extras-inl.h"
+#include "kernels/cpu/pack-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace longspan::cpu {
+namespace HWY_NAMESPACE {
+namespace {
+
+/// How float products lay out the tiles of the backward.
+struct FloatBackward : FloatLayout {
+  using FloatLayout::FloatLayout;
+  static constexpr int kPanel = kScoreVectors * kLanes;
+  static constexpr std::int64_t kQueryTile = 48;
+  static constexpr std::int64_t kKeyTile = 96;
+  static constexpr bool kPairs = false;
+
+  float key_gradient_factor(float) const { return kLn2; }  // packed queries carry scale * log2(e) already
+
+  /// Weights and dscores of rows row, row + 1 and the kLanes keys at `key`.
+  static HWY_INLINE void put(float* weights, float* dscores, float*, std::int64_t row, std::int64_t key, V w0, V w1, V d0, V d1) {
+    store(w0, weights + row * kKeyTile + key);
+    store(w1, weights + (row + 1) * kKeyTile + key);
+    store(d0, dscores + row * kKeyTile + key);
+    store(d1, dscores + (row + 1) * kKeyTile + key);
+  }
+};
+
+/// Adds to (or sets) a row of sums.
+HWY_INLINE void add_row(float* target, const float* source, float factor, std::int64_t columns, bool add) {
+  if (add) mix_row(target, 1.0f, source, factor, columns);
+  else write_row(target, source, factor, columns);
+}
+
+template <class Scheme>
+struct BackwardMemory {
+  const std::byte **k_rows, **v_rows;
+  float *k_panels, *v_panels, *k_values, *dk, *dv, *excluded;                    // of the task's keys
+  float *q, *dout, *q_pairs, *dout_pairs, *lse, *delta, *dq;                     // of a query tile
+  float *weights, *dscores, *dscore_rows, *score_tile, *dweight_tile;            // of a query tile and a key tile
+  float *bias, *keep, *scratch;
+  std::int64_t* limits;
+
+  BackwardMemory(Carver& carver, const Scheme& scheme, std::int64_t key_count) {
+    const std::int64_t keys = round_up(key_count, Scheme::kKeyTile), columns = scheme.columns;
+    constexpr std::int64_t kTile = Scheme::kQueryTile * Scheme::kKeyTile / Scheme::Products::kPerUnit;
+    k_rows = carver.take<const std::byte*>(keys);
+    v_rows = carver.take<const std::byte*>(keys);
+    k_panels = carver.take<float>(keys * scheme.depth);
+    v_panels = carver.take<float>(keys * scheme.depth);
+    k_values = carver.take<float>(Scheme::value_floats(keys, columns));
+    dk = carver.take<float>(keys * columns);
+    dv = carver.take<float>(keys * columns);
+    excluded = carver.take<float>(keys);
+    q = carver.take<float>(Scheme::kQueryTile * columns);
+    dout = carver.take<float>(Scheme::kQueryTile * columns);
+    q_pairs = Scheme::kPairs ? carver.take<float>(Scheme::kQueryTile * columns / 2) : q;
+    dout_pairs = Scheme::kPairs ? carver.take<float>(Scheme::kQueryTile * columns / 2) : dout;
+    lse = carver.take<float>(Scheme::kQueryTile);
+    delta = carver.take<float>(Scheme::kQueryTile);
+    limits = carver.take<std::int64_t>(Scheme::kQueryTile);
+    dq = carver.take<float>(Scheme::kQueryTile * columns);
+    weights = carver.take<float>(kTile);
+    dscores = carver.take<float>(kTile);
+    dscore_rows = Scheme::kPairs ? carver.take<float>(kTile) : dscores;
+    score_tile = carver.take<float>(kScoreRows * Scheme::kPanel);
+    dweight_tile = carver.take<float>(kScoreRows * Scheme::kPanel);
+    bias = carver.take<float>(kScoreRows * Scheme::kKeyTile);
+    keep = carver.take<float>(kScoreRows * Scheme::kKeyTile);
+    scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.depth, 2 * kMaxHeadDim));
+  }
+};
+
+template <class Scheme, class Policy>
+class BackwardRun {
+  using Products = typename Scheme::Products;
+  static constexpr int kPerUnit = Products::kPerUnit;
+  static constexpr std::int64_t kQueryTile = Scheme::kQueryTile, kKeyTile = Scheme::kKeyTile;
+  static constexpr std::int64_t kGroups = kQueryTile / kScoreRows;
+  static_assert(kKeyTile % Scheme::kPanel == 0 && kKeyTile % kTileRows == 0 && kKeyTile % kChunk == 0);
+  static_assert(kQueryTile % kScoreRows == 0 && kQueryTile % kTileRows == 0 && kScoreRows % 2 == 0);
+
+ public:
+  BackwardRun(const BackwardShared& shared, const BackwardTask& task, std::byte* memory)
+      : shared_(shared), task_(task), scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
+        carver_(memory), m_(carver_, scheme_, task.key_end - task.key_begin), policy_(shared, task),
+        dweight_factor_(shared.output_scale * shared.keep_factor) {}
+
+  void run() {
+    load_keys();
+    std::int64_t first_row = 0;
+    const bool one_ticket = shared_.ranges.size() > 1;
+    if (task_.tickets && one_ticket) wait_for(task_.tickets[0]);
+    for (const RowRange& range : shared_.ranges) {
+      stream_queries(query_run(task_.strand, range, first_row), one_ticket);
+      first_row += range.count;
+    }
+    if (task_.tickets && one_ticket) pass_on(task_.tickets[0]);
+    write_keys();
+  }
+
+ private:
+  std::int64_t keys() const { return task_.key_end - task_.key_begin; }
+
+  void load_keys() {
+    const std::int64_t padded = round_up(keys(), kKeyTile);
+    point_to_rows(shared_, task_, task_.key_begin, keys(), padded, m_.k_rows, m_.v_rows);
+    scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, padded, m_.scratch);
+    scheme_.template pack_panels<Scheme::kPanel>(m_.v_panels, m_.v_rows, padded, m_.scratch);
+    scheme_.pack_values(m_.k_values, m_.k_rows, padded);
+    policy_.begin_keys(task_.key_begin, keys(), m_.excluded);
+    std::memset(m_.dk, 0, static_cast<std::size_t>(padded * scheme_.columns) * sizeof(float));
+    std::memset(m_.dv, 0, static_cast<std::size_t>(padded * scheme_.columns) * sizeof(float));
+  }
+
+  /// Tasks of one strand pass a chunk of query rows on to each other in the order of their keys. The one waited for
+  /// was started before this one, so it is running or done.
+  void wait_for(std::atomic<std::uint32_t>& ticket) const {
+    for (int spins = 0; ticket.load(std::memory_order_acquire) != static_cast<std::uint32_t>(task_.block); ++spins) {
+      if (spins > 256) std::this_thread::yield();
+    }
+  }
+  void pass_on(std::atomic<std::uint32_t>& ticket) const {
+    ticket.store(static_cast<std::uint32_t>(task_.block + 1), std::memory_order_release);
+  }
+
+  void stream_queries(const QueryRun& run, bool one_ticket) {
+    const std::int64_t end = run.begin + run.count;
+    for (std::int64_t begin = shared_.causal ? std::max(run.begin, task_.key_begin) : run.begin; begin < end;) {
+      const bool ticketed = task_.tickets && !one_ticket;
+      const std::int64_t stop = ticketed ? std::min(end, (begin / kTicketRows + 1) * kTicketRows) : end;
+      rows_ = {task_.heads, begin, stop - begin};
+      q_begin_ = run.q_row + (begin - run.begin) * task_.strand.stride;
+      if (ticketed) wait_for(task_.tickets[begin / kTicketRows]);
+      for (std::int64_t tile = 0; tile < rows_.size(); tile += kQueryTile) {
+        query_tile(tile, std::min(kQueryTile, rows_.size() - tile));
+      }
+      if (ticketed) pass_on(task_.tickets[begin / kTicketRows]);
+      begin = stop;
+    }
+  }
+
+  std::int64_t q_row(std::int64_t row) const { return q_begin_ + (rows_.index(row) - rows_.begin) * task_.strand.stride; }
+  template <class View>
+  auto bytes(const View& view, std::int64_t row) const {
+    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>, const std::byte, std::byte>;
+    return static_cast<Byte*>(view.data) + view.offset(task_.entry, q_row(row), rows_.head(row)) * size_of(view.dtype);
+  }
+
+  float row_delta(std::int64_t row) const {
+    float delta = 0;
+    if (shared_.delta.data) {
+      delta = *shared_.delta.at(task_.entry, q_row(row), rows_.head(row));
+    } else {
+      const std::byte* const dout = bytes(shared_.dout, row);
+      const std::byte* const out = bytes(shared_.out, row);
+      const std::int64_t columns = scheme_.head_dim;
+      if (scheme_.dtype == DType::f32) delta = dot_rows(reinterpret_cast<const float*>(dout), reinterpret_cast<const float*>(out), columns);
+      else if (scheme_.dtype == DType::bf16) delta = dot_rows(reinterpret_cast<const BFloat16*>(dout), reinterpret_cast<const BFloat16*>(out), columns);
+      else delta = dot_rows(reinterpret_cast<const Float16*>(dout), reinterpret_cast<const Float16*>(out), columns);
+    }
+    if (shared_.call.dlse.given()) delta -= *shared_.call.dlse.template at<float>(task_.entry, q_row(row), rows_.head(row));
+    return delta;
+  }
+
+  void load_queries(std::int64_t tile, std::int64_t count) {
+    for (std::int64_t i = 0; i < kQueryTile; ++i) {
+      const std::byte *q = zero_row(), *dout = zero_row();
+      m_.lse[i] = -kMasked;  // rows that are not there, or saw no key, have weight 0 everywhere
+      m_.delta[i] = 0.0f;
+      m_.limits[i] = 0;
+      if (i < count) {
+        const float lse = *shared_.lse.template at<float>(task_.entry, q_row(tile + i), rows_.head(tile + i));
+        m_.limits[i] = shared_.causal ? rows_.index(tile + i) + 1 : task_.strand.count;
+        if (lse != -kInfinity) {
+          q = bytes(shared_.q, tile + i);
+          dout = bytes(shared_.dout, tile + i);
+          m_.lse[i] = lse * kLog2e;
+          m_.delta[i] = row_delta(tile + i);
+        }
+      }
+      m_.k_rows[i] = q;  // keys are packed by now: their pointers' place is free
+      m_.v_rows[i] = dout;
+    }
+    scheme_.pack_queries(m_.q, m_.q_pairs, m_.k_rows, kQueryTile, scheme_.query_factor);
+    scheme_.pack_queries(m_.dout, m_.dout_pairs, m_.v_rows, kQueryTile, 1.0f);
+    std::memset(m_.dq, 0, static_cast<std::size_t>(kQueryTile * scheme_.columns) * sizeof(float));
+  }
+
+  void query_tile(std::int64_t tile, std::int64_t count) {
+    load_queries(tile, count);
+    for (std::int64_t key = 0; key < keys(); key += kKeyTile) {
+      if (m_.limits[count - 1] <= task_.key_begin + key) break;
+      key_tile(tile, count, key);
+    }
+    write_queries(tile, count);
+  }
+
+  HWY_NOINLINE void key_tile(std::int64_t tile, std::int64_t count, std::int64_t key) {
+    std::int64_t most[kGroups];
+    const std::int64_t tile_keys = std::min(kKeyTile, keys() - key);
+    if (!weigh(tile, count, key, tile_keys, most)) return;
+    const std::int64_t columns = scheme_.columns, groups = (count + kScoreRows - 1) / kScoreRows;
+    const std::int64_t depth_end = (count + kPerUnit - 1) / kPerUnit;
+    // dv and dk, six keys at a time, from the first rows that see them on.
+    for (int product = 0; product < 2; ++product) {
+      const float* const a = product == 0 ? m_.weights : m_.dscores;
+      const float* const b = product == 0 ? m_.dout_pairs : m_.q_pairs;
+      float* const sums = (product == 0 ? m_.dv : m_.dk) + key * columns;
+      std::int64_t group = 0;
+      for (std::int64_t k = 0; k < tile_keys; k += kTileRows) {
+        while (group < groups && most[group] <= k) ++group;
+        const std::int64_t from = group * kScoreRows / kPerUnit;
+        if (from >= depth_end) break;
+        accumulate_columns<Products, true, false>(columns, a + from * kKeyTile + k, kKeyTile, b + from * columns, columns,
+                                                  static_cast<int>(depth_end - from), sums + k * columns, columns, nullptr);
+      }
+    }
+    for (std::int64_t row = 0; row < count; row += kTileRows) {
+      const std::int64_t seen = std::max(most[row / kScoreRows], most[std::min(row + kTileRows - 1, count - 1) / kScoreRows]);
+      if (seen <= 0) continue;
+      accumulate_columns<Products, false, false>(columns, m_.dscore_rows + row * kKeyTile / kPerUnit, kKeyTile / kPerUnit,
+                                                 m_.k_values + scheme_.value_offset(key), columns,
+                                                 static_cast<int>((seen + kPerUnit - 1) / kPerUnit), m_.dq + row * columns, columns, nullptr);
+    }
+  }
+
+  /// Fills weights and dscores of a tile; most[group] is how many keys the group's rows see. False if none does.
+  HWY_INLINE bool weigh(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys, std::int64_t* most) {
+    bool any = false;
+    const std::int64_t base = task_.key_begin + key;
+    for (std::int64_t row = 0; row < count; row += kScoreRows) {
+      std::int64_t seen = 0;
+      std::uint32_t chunks = 0;
+      for (int i = 0; i < kScoreRows; ++i) {
+        const std::int64_t limit = std::clamp<std::int64_t>(m_.limits[row + i] - base, 0, tile_keys);
+        seen = std::max(seen, limit);
+        if constexpr (Policy::kActive) {
+          if (limit == 0) continue;
+          const std::int64_t head = rows_.head(tile + row + i), index = rows_.index(tile + row + i);
+          const std::uint32_t own = policy_.active_chunks(head, index, base);
+          policy_.fill(head, index, base, kKeyTile, own, m_.bias + i * kKeyTile, m_.keep + i * kKeyTile);
+          chunks |= own & ((1u << ((tile_keys + kChunk - 1) / kChunk)) - 1);
+        }
+      }
+      most[row / kScoreRows] = seen;
+      if (seen == 0) {
+        if constexpr (Policy::kActive) clear_rows(row, 0);
+        continue;
+      }
+      if (Policy::kActive && chunks == 0) {
+        clear_rows(row, 0);
+        continue;
+      }
+      any = true;
+      for (std::int64_t panel = 0; panel < seen; panel += Scheme::kPanel) score_panel(row, base, key, panel, seen, tile_keys);
+      if (seen < kKeyTile) clear_rows(row, round_up(seen, kLanes));
+    }
+    return any;
+  }
+
+  /// Zeros beyond key `from` in the rows of a group.
+  void clear_rows(std::int64_t row, std::int64_t from) {
+    const V zero = hn::Zero(kFloat);
+    for (int i = 0; i < kScoreRows; i += 2) {
+      for (std::int64_t key = from; key < kKeyTile; key += kLanes) {
+        Scheme::put(m_.weights, m_.dscores, m_.dscore_rows, row + i, key, zero, zero, zero, zero);
+      }
+    }
+  }
+
+  /// Scores of kScoreRows rows and one panel of keys, turned into weights and dscores.
+  HWY_INLINE void score_panel(std::int64_t row, std::int64_t base, std::int64_t key, std::int64_t panel, std::int64_t seen,
+                              std::int64_t tile_keys) {
+    constexpr std::int64_t kPanel = Scheme::kPanel;
+    const int vectors = static_cast<int>(std::min<std::int64_t>(kScoreVectors, (seen - panel + kLanes - 1) / kLanes));
+    const std::int64_t offset = (key + panel) * scheme_.depth, stride = scheme_.query_stride_backward();
+    const int depth = static_cast<int>(scheme_.product_depth());
+    product_some<Products, kScoreRows, kScoreVectors>(vectors, m_.q + row * stride, stride, m_.k_panels + offset, kPanel, depth,
+                                                      m_.score_tile, kPanel);
+    product_some<Products, kScoreRows, kScoreVectors>(vectors, m_.dout + row * stride, stride, m_.v_panels + offset, kPanel, depth,
+                                                      m_.dweight_tile, kPanel);
+    const std::int64_t least = std::min(tile_keys, m_.limits[row] - base);  // limits ascend, the group's first is its least
+    const bool ragged = least < panel + vectors * kLanes || m_.limits[row + kScoreRows - 1] == 0;
+    for (int i = 0; i < kScoreRows; i += 2) {
+      for (int vector = 0; vector < vectors; ++vector) {
+        V w[2], d[2];
+        HWY_UNROLL(2)
+        for (int j = 0; j < 2; ++j) {
+          const std::int64_t at = (i + j) * kPanel + vector * kLanes, of_tile = (i + j) * kKeyTile + panel + vector * kLanes;
+          V shift = broadcast(-m_.lse[row + i + j]);
+          if constexpr (Policy::kActive) shift = hn::Add(shift, load(m_.bias + of_tile));
+          w[j] = exp2<Scheme::kExpDegree>(hn::MulAdd(load(m_.score_tile + at), broadcast(scheme_.score_factor), shift));
+          V dweight = load(m_.dweight_tile + at);
+          if constexpr (Policy::kActive) dweight = hn::And(dweight, load(m_.keep + of_tile));
+          d[j] = hn::Mul(w[j], hn::MulSub(dweight, broadcast(dweight_factor_), broadcast(m_.delta[row + i + j])));
+          if constexpr (Policy::kActive) w[j] = hn::And(w[j], load(m_.keep + of_tile));
+          if (ragged) {
+            const std::int64_t left = std::min(tile_keys, m_.limits[row + i + j] - base) - panel - vector * kLanes;
+            const auto valid = hn::FirstN(kFloat, static_cast<std::size_t>(std::clamp<std::int64_t>(left, 0, kLanes)));
+            w[j] = hn::IfThenElseZero(valid, w[j]);
+            d[j] = hn::IfThenElseZero(valid, d[j]);
+          }
+        }
+        Scheme::put(m_.weights, m_.dscores, m_.dscore_rows, row + i, panel + vector * kLanes, w[0], w[1], d[0], d[1]);
+      }
+    }
+  }
+
+  void write_queries(std::int64_t tile, std::int64_t count) {
+    const bool add = shared_.add_queries || task_.block > 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const float* const source = m_.dq + i * scheme_.columns;
+      const std::int64_t row = q_row(tile + i), head = rows_.head(tile + i);
+      if (shared_.dq_sums.data) add_row(shared_.dq_sums.at(task_.entry, row, head), source, shared_.scale, scheme_.head_dim, add);
+      else store_row(scheme_.dtype, bytes(shared_.dq, tile + i), source, shared_.scale, scheme_.head_dim);
+    }
+  }
+
+  void write_keys() {
+    const float dk_factor = scheme_.key_gradient_factor(shared_.scale);
+    for (std::int64_t i = 0; i < keys(); ++i) {
+      const std::int64_t position = task_.strand.start + (task_.key_begin + i) * task_.strand.stride;
+      write_key(shared_.dk, shared_.dk_sums, position, m_.dk + i * scheme_.columns, dk_factor);
+      write_key(shared_.dv, shared_.dv_sums, position, m_.dv + i * scheme_.columns, dweight_factor_);
+    }
+  }
+  void write_key(const TensorView& view, const FloatRows& sums, std::int64_t position, const float* source, float factor) {
+    if (sums.data) {
+      add_row(sums.at(task_.entry, position, task_.kv_head), source, factor, scheme_.head_dim, shared_.add_keys);
+    } else {
+      std::byte* const target = static_cast<std::byte*>(view.data) + view.offset(task_.entry, position, task_.kv_head) * size_of(view.dtype);
+      store_row(scheme_.dtype, target, source, factor, scheme_.head_dim);
+    }
+  }
+
+  const BackwardShared& shared_;
+  const BackwardTask& task_;
+  const Scheme scheme_;
+  Carver carver_;
+  const BackwardMemory<Scheme> m_;
+  Policy policy_;
+  const float dweight_factor_;
+  VirtualRows rows_;
+  std::int64_t q_begin_ = 0;
+};
+
+template <class Scheme>
+std::size_t backward_bytes(std::int64_t head_dim, std::int64_t keys) {
+  Carver carver(nullptr);
+  const BackwardMemory<Scheme> memory(carver, Scheme(DType::f32, head_dim, 1.0f), keys);
+  return carver.used();
+}
+
+template <class Scheme>
+void backward(const BackwardShared& shared, const BackwardTask& task, std::byte* memory) {
+  if (shared.extras) BackwardRun<Scheme, Extras>(shared, task, memory).run();
+  else BackwardRun<Scheme, NoExtras>(shared, task, memory).run();
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace longspan::cpu
+HWY_AFTER_NAMESPACE();

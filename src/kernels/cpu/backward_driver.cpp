@@ -1,0 +1,264 @@
+// Backward of a call: splits keys over threads, sums gradients of several branches, fills rows that nothing covers.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <new>
+
+#include "kernels/cpu/drive.h"
+#include "kernels/cpu/work.h"
+#include "util/parallel.h"
+
+namespace longspan::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr std::int64_t kAllHeads = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kRowsPerSweep = 256;
+constexpr std::int64_t kShortRows = 256;  // strands shorter than this share a task
+// Strands are cut until there are this many tasks (if their length allows). A number of the problem alone: the cut
+// decides the order in which dq is summed, so it must not look at the threads.
+constexpr double kTasksWanted = 64;
+
+/// Keys of one task.
+std::int64_t task_keys(const Engine& engine, const Plan& plan) {
+  const Problem& problem = plan.problem();
+  const std::int64_t tile = engine.backward_key_tile;
+  std::int64_t keys = std::max(engine.backward_key_budget / problem.head_dim / tile, std::int64_t{2}) * tile;
+  const auto tasks = [&] {
+    double count = 0;
+    for (const BranchPlan& branch : plan.branches()) {
+      count += static_cast<double>(problem.batch * branch.head_count) * static_cast<double>(branch.segments(problem.tokens)) *
+               std::max(1.0, static_cast<double>(longest_strand(plan, branch)) / static_cast<double>(keys));
+    }
+    return count;
+  };
+  while (keys > 4 * tile && tasks() < kTasksWanted) keys = (keys / 2 + tile - 1) / tile * tile;
+  return keys;
+}
+
+Section backward_section(const Engine& engine, const Plan& plan, std::int64_t branch_index) {
+  const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(branch_index)];
+  const Problem& problem = plan.problem();
+  const std::int64_t rows = longest_strand(plan, branch);
+  Section section;
+  section.branch = branch_index;
+  section.segments = branch.segments(problem.tokens);
+  section.block_rows = task_keys(engine, plan);
+  section.blocks = std::max<std::int64_t>(1, (rows + section.block_rows - 1) / section.block_rows);
+  section.segments_per_task = std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1, std::max<std::int64_t>(section.segments, 1));
+  if (section.blocks > 1) section.tickets = (rows + kTicketRows - 1) / kTicketRows;
+  return section;
+}
+
+/// Whether some strand is cut, so that several tasks add to the same rows of dq.
+bool strands_cut(const Engine& engine, const Plan& plan) {
+  for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
+    if (backward_section(engine, plan, static_cast<std::int64_t>(branch)).blocks > 1) return true;
+  }
+  return false;
+}
+
+struct BackwardWorkspace {
+  FloatRows dq, dk, dv, delta;
+  std::atomic<std::uint32_t>* tickets;
+  std::int64_t ticket_count = 0;
+  std::byte* threads;
+  std::size_t bytes_per_thread;
+
+  BackwardWorkspace(Workspace& workspace, const Engine& engine, const Plan& plan, int thread_count) {
+    const Problem& p = plan.problem();
+    const bool narrow = p.dtype != DType::f32;
+    if (narrow && (heads_shared(plan) || strands_cut(engine, plan))) dq = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
+    if (narrow && kv_heads_shared(plan)) {
+      dk = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
+      dv = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
+    }
+    if (plan.options().detached_mix) delta = workspace.rows(p.batch, p.query_rows, p.heads, 1);
+    for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
+      const Section section = backward_section(engine, plan, static_cast<std::int64_t>(branch));
+      ticket_count += section.tickets * p.batch * plan.branches()[branch].head_count * section.segments;
+    }
+    tickets = reinterpret_cast<std::atomic<std::uint32_t>*>(workspace.take(static_cast<std::size_t>(ticket_count) * sizeof(*tickets)));
+    bytes_per_thread = engine.backward_bytes(p.head_dim, task_keys(engine, plan));
+    if (plan.options().detached_mix) bytes_per_thread = std::max(bytes_per_thread, forward_thread_bytes(engine, plan, thread_count));
+    threads = workspace.take(bytes_per_thread * static_cast<std::size_t>(thread_count));
+  }
+};
+
+void run_sections(const Engine& engine, const BackwardShared& shared, std::int64_t first, std::int64_t last, int threads,
+                  const BackwardWorkspace& memory, const LoopControl& control) {
+  const Plan& plan = shared.plan;
+  std::int64_t total = 0, tickets_before = 0;
+  const auto section_of = [&](std::int64_t branch) { return backward_section(engine, plan, branch); };
+  for (std::int64_t branch = first; branch < last; ++branch) total += section_of(branch).tasks(plan);
+  for (std::int64_t branch = 0; branch < first; ++branch) {
+    const Section section = section_of(branch);
+    tickets_before += section.tickets * plan.problem().batch * plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
+  }
+  parallel_for(threads, total, control, [&](int worker, std::int64_t item) {
+    std::int64_t branch = first, first_ticket = tickets_before;
+    Section section = section_of(branch);
+    for (std::int64_t tasks; item >= (tasks = section.tasks(plan)); section = section_of(++branch)) {
+      item -= tasks;
+      first_ticket += section.tickets * plan.problem().batch * plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
+    }
+    const TaskPlace place = locate(plan, section, item);
+    BackwardTask task;
+    for (std::int64_t segment = place.first_segment; segment < place.last_segment; ++segment) {
+      if (!fill_strand(shared, section, place, segment, kAllHeads, task)) continue;
+      task.block = place.block;
+      task.key_begin = place.block * section.block_rows;
+      task.key_end = std::min(task.key_begin + section.block_rows, task.strand.count);
+      if (task.key_begin >= task.strand.count) continue;
+      const BranchPlan& own = plan.branches()[static_cast<std::size_t>(branch)];
+      const std::int64_t ordinal = (place.entry * own.head_count + place.head - own.head_begin) * section.segments + segment;
+      task.tickets = section.blocks > 1 ? memory.tickets + first_ticket + ordinal * section.tickets : nullptr;
+      engine.backward(shared, task, memory.threads + memory.bytes_per_thread * static_cast<std::size_t>(worker));
+    }
+  });
+}
+
+/// body(entry, first_row, last_row, head) over all rows, in chunks.
+template <class Body>
+void sweep(std::int64_t batch, std::int64_t rows, std::int64_t heads, int threads, const LoopControl& control, Body&& body) {
+  const std::int64_t chunks = (rows + kRowsPerSweep - 1) / kRowsPerSweep;
+  parallel_for(threads, batch * heads * chunks, control, [&](int, std::int64_t item) {
+    const std::int64_t chunk = item % chunks, head = item / chunks % heads, entry = item / chunks / heads;
+    body(entry, chunk * kRowsPerSweep, std::min((chunk + 1) * kRowsPerSweep, rows), head);
+  });
+}
+
+std::byte* row_bytes(const TensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head) {
+  return static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype);
+}
+
+/// Zeros in dk and dv where no strand has the row; every other row is written by the one task that owns it.
+void clear_uncovered_keys(const BackwardShared& shared, int threads, const LoopControl& control) {
+  const Plan& plan = shared.plan;
+  const Problem& problem = plan.problem();
+  const std::int64_t group = problem.heads / problem.kv_heads;
+  const std::size_t bytes = static_cast<std::size_t>(problem.head_dim * size_of(problem.dtype));
+  sweep(problem.batch, problem.tokens, problem.kv_heads, threads, control,
+        [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t kv_head) {
+          const std::int64_t length = shared.length(entry);
+          const auto covered = [&](std::int64_t position) {
+            if (position >= length) return false;
+            for (const BranchPlan& branch : plan.branches()) {
+              if (!branch.active(length)) continue;
+              const std::int64_t first = std::max(kv_head * group, branch.head_begin);
+              const std::int64_t last = std::min((kv_head + 1) * group, branch.head_begin + branch.head_count);
+              if (first < last && branch.dilation == 1) return true;
+              const std::int64_t offset = position % branch.segment % branch.dilation;
+              for (std::int64_t head = first; head < last; ++head) {
+                if (branch.phase(head) == offset) return true;
+              }
+            }
+            return false;
+          };
+          for (std::int64_t row = begin; row < end; ++row) {
+            if (covered(row)) continue;
+            std::memset(row_bytes(shared.dk, entry, row, kv_head), 0, bytes);
+            std::memset(row_bytes(shared.dv, entry, row, kv_head), 0, bytes);
+          }
+        });
+}
+
+void clear_sums(const FloatRows& sums, std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns, int threads,
+                const LoopControl& control) {
+  sweep(batch, rows, heads, threads, control, [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
+    for (std::int64_t row = begin; row < end; ++row) std::memset(sums.at(entry, row, head), 0, static_cast<std::size_t>(columns) * sizeof(float));
+  });
+}
+
+void convert_sums(const Engine& engine, const TensorView& view, const FloatRows& sums, int threads, const LoopControl& control) {
+  sweep(view.batch(), view.rows(), view.heads(), threads, control,
+        [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
+          for (std::int64_t row = begin; row < end; ++row) {
+            engine.store_row(view.dtype, row_bytes(view, entry, row, head), sums.at(entry, row, head), 1.0f, view.columns());
+          }
+        });
+}
+
+}  // namespace
+
+std::size_t workspace_forward(const Engine& engine, const Plan& plan, int threads);
+
+std::size_t workspace_bytes(const Engine& engine, const Plan& plan, Pass pass, int threads) {
+  if (pass == Pass::forward) return workspace_forward(engine, plan, threads);
+  Workspace workspace(nullptr);
+  BackwardWorkspace(workspace, engine, plan, threads);
+  return workspace.used();
+}
+
+Verdict can_run(const Engine& engine, const Plan& plan, Pass) {
+  const Problem& problem = plan.problem();
+  if (problem.device.type != DeviceType::cpu) return no("runs on the CPU, the tensors are on {}", to_string(problem.device));
+  if (const char* missing = engine.missing()) return no("needs {}, which this machine lacks", missing);
+  if (problem.head_dim > kMaxHeadDim) return no("runs head_dim up to {}, this is {}", kMaxHeadDim, problem.head_dim);
+  if (engine.bf16_products && problem.dtype != DType::bf16) return no("multiplies bf16 only, the tensors are {}", name_of(problem.dtype));
+  if (problem.dtype != DType::f32 && problem.dtype != DType::bf16 && problem.dtype != DType::f16) {
+    return no("runs f32, bf16 and f16, the tensors are {}", name_of(problem.dtype));
+  }
+  return yes();
+}
+
+void run_backward(const Engine& engine, const BackwardArguments& a) {
+  const Problem& problem = a.plan.problem();
+  Workspace workspace(a.workspace);
+  const BackwardWorkspace memory(workspace, engine, a.plan, a.threads);
+  for (std::int64_t i = 0; i < memory.ticket_count; ++i) new (memory.tickets + i) std::atomic<std::uint32_t>(0);
+  const bool narrow = problem.dtype != DType::f32;
+  BackwardShared shared(a.plan, a.call, a.ranges, a.q, a.k, a.v);
+  shared.out = a.out;
+  shared.lse = a.lse;
+  shared.dout = a.dout;
+  shared.dq = a.dq;
+  shared.dk = a.dk;
+  shared.dv = a.dv;
+  shared.add_queries = heads_shared(a.plan);
+  shared.add_keys = kv_heads_shared(a.plan);
+  shared.dq_sums = narrow ? memory.dq : rows_of(a.dq);
+  shared.dk_sums = narrow ? memory.dk : rows_of(a.dk);
+  shared.dv_sums = narrow ? memory.dv : rows_of(a.dv);
+  shared.delta = memory.delta;
+
+  LoopControl control{a.call.cancel, &a.call.progress, 0.0, 0.02};
+  if (shared.add_queries) clear_sums(shared.dq_sums, problem.batch, problem.query_rows, problem.heads, problem.head_dim, a.threads, control);
+  if (shared.add_keys) {
+    clear_sums(shared.dk_sums, problem.batch, problem.tokens, problem.kv_heads, problem.head_dim, a.threads, control);
+    clear_sums(shared.dv_sums, problem.batch, problem.tokens, problem.kv_heads, problem.head_dim, a.threads, control);
+  } else {
+    clear_uncovered_keys(shared, a.threads, control);
+  }
+  const std::int64_t branches = static_cast<std::int64_t>(a.plan.branches().size());
+  const bool apart = shared.add_queries || shared.add_keys || a.plan.options().detached_mix;
+  const std::int64_t steps = apart ? branches : 1;
+  for (std::int64_t step = 0; step < steps; ++step) {
+    control.progress_begin = control.progress_end;
+    control.progress_end = 0.02 + 0.95 * static_cast<double>(step + 1) / static_cast<double>(steps);
+    if (memory.delta.data) {
+      LoopControl deltas = control;
+      deltas.progress_end = control.progress_begin = (control.progress_begin + control.progress_end) / 2;
+      run_branch_deltas(engine, a, step, memory.delta, memory.threads, memory.bytes_per_thread, deltas);
+    }
+    run_sections(engine, shared, apart ? step : 0, apart ? step + 1 : branches, a.threads, memory, control);
+  }
+  control.progress_begin = control.progress_end;
+  control.progress_end = 1.0;
+  if (memory.dk.data) {
+    convert_sums(engine, a.dk, memory.dk, a.threads, control);
+    convert_sums(engine, a.dv, memory.dv, a.threads, control);
+  }
+  const std::size_t bytes = static_cast<std::size_t>(problem.head_dim * size_of(problem.dtype));
+  // Rows without keys have lse -inf, whether a branch covers them or not.
+  sweep(problem.batch, problem.query_rows, problem.heads, a.threads, control,
+        [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
+          for (std::int64_t row = begin; row < end; ++row) {
+            std::byte* const target = row_bytes(a.dq, entry, row, head);
+            if (*a.lse.at<float>(entry, row, head) == -kInfinity) std::memset(target, 0, bytes);
+            else if (memory.dq.data) engine.store_row(a.dq.dtype, target, memory.dq.at(entry, row, head), 1.0f, problem.head_dim);
+          }
+        });
+}
+
+}  // namespace longspan::cpu

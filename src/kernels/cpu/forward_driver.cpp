@@ -1,0 +1,183 @@
+// Forward of a call: splits query rows over threads, mixes branches in their order, fills rows that nothing covers.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "kernels/cpu/drive.h"
+#include "kernels/cpu/work.h"
+#include "util/parallel.h"
+
+namespace longspan::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr std::int64_t kMostSharedHeads = 64;  // of one task
+constexpr std::int64_t kRowsPerSweep = 256;    // of a task that only fills or converts
+constexpr std::size_t kMostSections = 64;      // of one loop; calls with many query ranges take several loops
+constexpr std::int64_t kTasksPerThread = 4;
+constexpr std::int64_t kShortRows = 256;       // strands shorter than this share a task
+
+struct ForwardWorkspace {
+  FloatRows sums, lse;
+  std::byte* threads;
+  std::size_t bytes_per_thread;
+
+  ForwardWorkspace(Workspace& workspace, const Engine& engine, const Plan& plan, int thread_count) {
+    const Problem& p = plan.problem();
+    if (heads_shared(plan) && p.dtype != DType::f32) sums = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
+    lse = workspace.rows(p.batch, p.heads, p.query_rows, 1);
+    bytes_per_thread = forward_thread_bytes(engine, plan, thread_count);
+    threads = workspace.take(bytes_per_thread * static_cast<std::size_t>(thread_count));
+  }
+};
+
+Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRange& range, std::int64_t q_first, std::int64_t task_rows) {
+  const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(branch_index)];
+  Section section;
+  section.branch = branch_index;
+  section.range = range;
+  section.q_first = q_first;
+  if (range.count == 0) return section;
+  section.first_segment = range.start / branch.segment;
+  section.segments = (range.start + range.count - 1) / branch.segment - section.first_segment + 1;
+  const std::int64_t rows = std::min(longest_strand(plan, branch), (range.count - 1) / branch.dilation + 1);
+  section.block_rows = std::max<std::int64_t>(1, task_rows / largest_head_set(plan, kMostSharedHeads));
+  section.blocks = (rows + section.block_rows - 1) / section.block_rows;
+  section.segments_per_task = std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1, section.segments);
+  return section;
+}
+
+/// Runs the tasks of some sections, all in one loop.
+void run_sections(const Engine& engine, const ForwardShared& shared, std::span<const Section> sections, int threads, std::byte* memory,
+                  std::size_t bytes_per_thread, const LoopControl& control) {
+  std::array<std::int64_t, kMostSections + 1> begins{};
+  for (std::size_t i = 0; i < sections.size(); ++i) begins[i + 1] = begins[i] + sections[i].tasks(shared.plan);
+  parallel_for(threads, begins[sections.size()], control, [&](int worker, std::int64_t item) {
+    const std::size_t which = static_cast<std::size_t>(
+        std::upper_bound(begins.begin(), begins.begin() + static_cast<std::ptrdiff_t>(sections.size()) + 1, item) - begins.begin() - 1);
+    const Section& section = sections[which];
+    const TaskPlace place = locate(shared.plan, section, item - begins[which]);
+    // Causal rows near the end see the most keys: they come first.
+    const std::int64_t block = shared.causal ? section.blocks - 1 - place.block : place.block;
+    ForwardTask task;
+    for (std::int64_t segment = place.first_segment; segment < place.last_segment; ++segment) {
+      if (!fill_strand(shared, section, place, segment, kMostSharedHeads, task)) continue;
+      const QueryRun run = query_run(task.strand, section.range, section.q_first);
+      const std::int64_t first = block * section.block_rows;
+      if (first >= run.count) continue;
+      task.rows = {run.begin + first, std::min(section.block_rows, run.count - first), run.q_row + first * task.strand.stride};
+      engine.forward(shared, task, memory + bytes_per_thread * static_cast<std::size_t>(worker));
+    }
+  });
+}
+
+/// Every branch of [first, last) over all ranges.
+void run_branches(const Engine& engine, const ForwardShared& shared, std::int64_t first, std::int64_t last, int threads, std::byte* memory,
+                  std::size_t bytes_per_thread, LoopControl control) {
+  const std::int64_t task_rows = forward_task_rows(engine, shared.plan, threads);
+  std::array<Section, kMostSections> sections;
+  std::size_t count = 0;
+  const auto flush = [&] {
+    run_sections(engine, shared, std::span(sections.data(), count), threads, memory, bytes_per_thread, control);
+    count = 0;
+  };
+  for (std::int64_t branch = first; branch < last; ++branch) {
+    std::int64_t q_first = 0;
+    for (const RowRange& range : shared.ranges) {
+      if (count == sections.size()) flush();
+      sections[count++] = forward_section(shared.plan, branch, range, q_first, task_rows);
+      q_first += range.count;
+    }
+  }
+  flush();
+}
+
+/// body(entry, row, head) over all query rows, in parallel over chunks of rows of one head.
+template <class Body>
+void sweep_queries(const Problem& problem, int threads, const LoopControl& control, Body&& body) {
+  const std::int64_t chunks = (problem.query_rows + kRowsPerSweep - 1) / kRowsPerSweep;
+  parallel_for(threads, problem.batch * problem.heads * chunks, control, [&](int, std::int64_t item) {
+    const std::int64_t chunk = item % chunks, head = item / chunks % problem.heads, entry = item / chunks / problem.heads;
+    const std::int64_t end = std::min((chunk + 1) * kRowsPerSweep, problem.query_rows);
+    for (std::int64_t row = chunk * kRowsPerSweep; row < end; ++row) body(entry, row, head);
+  });
+}
+
+}  // namespace
+
+CallShared::CallShared(const Plan& the_plan, const Call& the_call, std::span<const RowRange> the_ranges, const ConstTensorView& the_q,
+                       const ConstTensorView& the_k, const ConstTensorView& the_v)
+    : plan(the_plan), call(the_call), ranges(the_ranges), q(the_q), k(the_k), v(the_v), keys(k, v, call.pieces),
+      dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed),
+      causal(plan.options().causal), extras(plan.options().dropout > 0 || call.key_mask.given() || call.alibi_slopes.given()),
+      scale(static_cast<float>(plan.scale())), keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
+      output_scale(static_cast<float>(plan.output_scale())) {
+  for (const BranchPlan& branch : plan.branches()) extras = extras || branch.mask.has_value();
+}
+
+std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threads) {
+  const Problem& problem = plan.problem();
+  std::int64_t rows = std::max<std::int64_t>(engine.forward_row_budget / problem.head_dim, kMostSharedHeads);
+  double strands = 0, longest = 0;
+  for (const BranchPlan& branch : plan.branches()) {
+    strands += static_cast<double>(problem.batch * branch.head_count) * static_cast<double>(branch.segments(problem.tokens));
+    longest = std::max(longest, static_cast<double>(longest_strand(plan, branch)));
+  }
+  // Fewer rows per task pack the same keys more often: only as far as the threads need it.
+  while (rows > 2 * kMostSharedHeads && strands * std::max(1.0, longest / static_cast<double>(rows)) < static_cast<double>(kTasksPerThread * threads)) rows /= 2;
+  return rows;
+}
+
+std::size_t forward_thread_bytes(const Engine& engine, const Plan& plan, int threads) {
+  const std::int64_t heads = largest_head_set(plan, kMostSharedHeads);
+  return engine.forward_bytes(plan.problem().head_dim, std::max(forward_task_rows(engine, plan, threads), heads));
+}
+
+std::size_t workspace_forward(const Engine& engine, const Plan& plan, int threads) {
+  Workspace workspace(nullptr);
+  ForwardWorkspace(workspace, engine, plan, threads);
+  return workspace.used();
+}
+
+void run_forward(const Engine& engine, const ForwardArguments& a) {
+  const Problem& problem = a.plan.problem();
+  Workspace workspace(a.workspace);
+  const ForwardWorkspace memory(workspace, engine, a.plan, a.threads);
+  ForwardShared shared(a.plan, a.call, a.ranges, a.q, a.k, a.v);
+  shared.out = a.out;
+  shared.lse = a.lse.given() ? a.lse : TensorView::lse(memory.lse.data, problem.batch, problem.query_rows, problem.heads);
+  const bool mixing = heads_shared(a.plan), convert = memory.sums.data != nullptr;
+  if (mixing) shared.sums = convert ? memory.sums : rows_of(a.out);
+
+  LoopControl control{a.call.cancel, &a.call.progress, 0.0, 0.01};
+  sweep_queries(problem, a.threads, control, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    *shared.lse.at<float>(entry, row, head) = -kInfinity;
+  });
+  const std::int64_t branches = static_cast<std::int64_t>(a.plan.branches().size());
+  const std::int64_t steps = mixing ? branches : 1;
+  for (std::int64_t step = 0; step < steps; ++step) {
+    control.progress_begin = control.progress_end;
+    control.progress_end = 0.01 + 0.97 * static_cast<double>(step + 1) / static_cast<double>(steps);
+    // Branches that share heads run one after the other, so that rows are mixed in the order of the list.
+    run_branches(engine, shared, mixing ? step : 0, mixing ? step + 1 : branches, a.threads, memory.threads, memory.bytes_per_thread, control);
+  }
+  // A row that no branch wrote still has its first lse.
+  control.progress_begin = control.progress_end;
+  control.progress_end = 1.0;
+  const std::int64_t row_bytes = problem.head_dim * size_of(a.out.dtype);
+  sweep_queries(problem, a.threads, control, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    std::byte* const target = static_cast<std::byte*>(a.out.data) + a.out.offset(entry, row, head) * size_of(a.out.dtype);
+    if (*shared.lse.at<float>(entry, row, head) == -kInfinity) std::memset(target, 0, static_cast<std::size_t>(row_bytes));
+    else if (convert) engine.store_row(a.out.dtype, target, shared.sums.at(entry, row, head), 1.0f, problem.head_dim);
+  });
+}
+
+void run_branch_deltas(const Engine& engine, const BackwardArguments& a, std::int64_t branch, const FloatRows& delta, std::byte* memory,
+                       std::size_t bytes_per_thread, const LoopControl& control) {
+  ForwardShared shared(a.plan, a.call, a.ranges, a.q, a.k, a.v);
+  shared.dout = a.dout;
+  shared.delta = delta;
+  run_branches(engine, shared, branch, branch + 1, a.threads, memory, bytes_per_thread, control);
+}
+
+}  // namespace longspan::cpu

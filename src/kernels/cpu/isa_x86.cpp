@@ -1,0 +1,40 @@
+// What this x86 machine has, and the kernels that use it, fastest first.
+#include <cpuid.h>
+
+#include <array>
+
+#include "kernels/cpu/cpu_kernels.h"
+#include "kernels/cpu/isa.h"
+#include "kernels/cpu/kernel_of.h"
+
+namespace longspan::cpu {
+
+const char* missing_sse4() { return __builtin_cpu_supports("sse4.2") ? nullptr : "SSE4.2"; }
+const char* missing_avx2() {
+  const bool there = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  return there ? nullptr : "AVX2 and FMA";
+}
+const char* missing_avx512() {
+  const bool there = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
+  return there ? missing_avx2() : "AVX-512 F, VL, DQ and BW";
+}
+const char* missing_avx512_bf16() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool there = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1u);
+  return there ? missing_avx512() : "AVX512-BF16";
+}
+
+}  // namespace longspan::cpu
+
+namespace longspan {
+
+std::span<const Kernel* const> cpu_kernels() {
+  static constexpr Kernel kAvx512 = cpu::kernel_of<cpu::kAvx512Engine>("cpu-avx512");
+  static constexpr Kernel kAvx2 = cpu::kernel_of<cpu::kAvx2Engine>("cpu-avx2");
+  static constexpr Kernel kSse4 = cpu::kernel_of<cpu::kSse4Engine>("cpu-sse4");
+  static constexpr std::array<const Kernel*, 3> kKernels = {&kAvx512, &kAvx2, &kSse4};
+  return kKernels;
+}
+
+}  // namespace longspan

@@ -1,0 +1,88 @@
+// Cuts a call into tasks. See work.h.
+#include "kernels/cpu/work.h"
+
+#include <algorithm>
+
+namespace longspan::cpu {
+namespace {
+
+/// Two branches whose heads, divided by `per_group`, meet.
+bool ranges_meet(const Plan& plan, std::int64_t per_group) {
+  const auto& branches = plan.branches();
+  for (std::size_t i = 0; i < branches.size(); ++i) {
+    for (std::size_t j = i + 1; j < branches.size(); ++j) {
+      const BranchPlan &a = branches[i], &b = branches[j];
+      if (a.head_count == 0 || b.head_count == 0) continue;
+      const std::int64_t a_last = (a.head_begin + a.head_count - 1) / per_group, b_last = (b.head_begin + b.head_count - 1) / per_group;
+      if (a.head_begin / per_group <= b_last && b.head_begin / per_group <= a_last) return true;
+    }
+  }
+  return false;
+}
+
+std::int64_t group_size(const Plan& plan) { return plan.problem().heads / plan.problem().kv_heads; }
+
+}  // namespace
+
+bool heads_shared(const Plan& plan) { return ranges_meet(plan, 1); }
+bool kv_heads_shared(const Plan& plan) { return ranges_meet(plan, group_size(plan)); }
+
+HeadSet shared_heads(const Plan& plan, const BranchPlan& branch, std::int64_t head, std::int64_t most) {
+  const std::int64_t group = group_size(plan);
+  const std::int64_t begin = std::max(head / group * group, branch.head_begin);
+  const std::int64_t end = std::min((head / group + 1) * group, branch.head_begin + branch.head_count);
+  const bool interleaved = branch.fixed_phase < 0 && branch.phase_divisor == 0;
+  const std::int64_t step = interleaved ? branch.dilation : 1;
+  std::int64_t before = 0;
+  for (std::int64_t other = head - step; other >= begin && branch.phase(other) == branch.phase(head); other -= step) ++before;
+  if (before % most != 0) return {head, step, 0};
+  std::int64_t count = 1;
+  while (count < most && head + count * step < end && branch.phase(head + count * step) == branch.phase(head)) ++count;
+  return {head, step, count};
+}
+
+std::int64_t largest_head_set(const Plan& plan, std::int64_t most) {
+  std::int64_t largest = 1;
+  for (const BranchPlan& branch : plan.branches()) {
+    for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+      largest = std::max(largest, shared_heads(plan, branch, head, most).count);
+    }
+  }
+  return largest;
+}
+
+std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch) {
+  const std::int64_t rows = std::min(branch.segment, plan.problem().tokens);
+  return rows == 0 ? 0 : (rows - 1) / branch.dilation + 1;
+}
+
+TaskPlace locate(const Plan& plan, const Section& section, std::int64_t index) {
+  const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(section.branch)];
+  const std::int64_t chunks = section.chunks();
+  const std::int64_t chunk = index % chunks;
+  index /= chunks;
+  const std::int64_t head = branch.head_begin + index % branch.head_count;
+  index /= branch.head_count;
+  const std::int64_t entry = index % plan.problem().batch;
+  const std::int64_t first = section.first_segment + chunk * section.segments_per_task;
+  return {index / plan.problem().batch, entry, head, first,
+          std::min(first + section.segments_per_task, section.first_segment + section.segments)};
+}
+
+bool fill_strand(const CallShared& shared, const Section& section, const TaskPlace& place, std::int64_t segment,
+                 std::int64_t most_heads, StrandTask& task) {
+  const BranchPlan& branch = shared.plan.branches()[static_cast<std::size_t>(section.branch)];
+  const std::int64_t length = shared.length(place.entry);
+  if (!branch.active(length) || segment >= branch.segments(length)) return false;
+  task.heads = shared_heads(shared.plan, branch, place.head, most_heads);
+  if (task.heads.count == 0) return false;
+  task.strand = branch.strand(place.head, segment, length);
+  if (task.strand.count == 0) return false;
+  task.entry = place.entry;
+  task.branch = section.branch;
+  task.kv_head = place.head / group_size(shared.plan);
+  task.padding = branch.padding(task.strand, length, shared.causal);
+  return true;
+}
+
+}  // namespace longspan::cpu

@@ -1,0 +1,54 @@
+// Cuts a call into tasks: pure integer arithmetic from a flat index, no lists.
+#pragma once
+
+#include <array>
+
+#include "kernels/cpu/engine.h"
+
+namespace longspan::cpu {
+
+/// Whether two branches own the same query head (their results are mixed), or heads of the same key/value head.
+bool heads_shared(const Plan& plan);
+bool kv_heads_shared(const Plan& plan);
+
+/// The heads that share the strands of `head` in a branch, if `head` is the first of them (at most `most` per set).
+/// count is 0 if it is not the first.
+HeadSet shared_heads(const Plan& plan, const BranchPlan& branch, std::int64_t head, std::int64_t most);
+
+/// Most heads any set of the plan has.
+std::int64_t largest_head_set(const Plan& plan, std::int64_t most);
+
+/// Rows of the longest strand of a branch.
+std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch);
+
+/// Tasks of one branch and (forward) one query range: blocks x entries x heads x chunks of segments.
+struct Section {
+  std::int64_t branch = 0;
+  RowRange range;
+  std::int64_t q_first = 0;  // row of q where the range begins
+  std::int64_t first_segment = 0;
+  std::int64_t segments = 0;
+  std::int64_t segments_per_task = 1;
+  std::int64_t blocks = 1;      // a strand is cut into this many parts
+  std::int64_t block_rows = 0;  // of this many rows each
+  std::int64_t tickets = 0;     // backward: counters per strand
+  std::int64_t first_ticket = 0;
+
+  std::int64_t chunks() const { return (segments + segments_per_task - 1) / segments_per_task; }
+  std::int64_t tasks(const Plan& plan) const {
+    const BranchPlan& own = plan.branches()[static_cast<std::size_t>(branch)];
+    return blocks * plan.problem().batch * own.head_count * chunks();
+  }
+};
+
+/// Where task `index` of a section is. Blocks are the slowest index, and the longest come first.
+struct TaskPlace {
+  std::int64_t block, entry, head, first_segment, last_segment;
+};
+TaskPlace locate(const Plan& plan, const Section& section, std::int64_t index);
+
+/// Fills everything of a task but its rows. False if there is nothing to do.
+bool fill_strand(const CallShared& shared, const Section& section, const TaskPlace& place, std::int64_t segment,
+                 std::int64_t most_heads, StrandTask& task);
+
+}  // namespace longspan::cpu

@@ -56,6 +56,7 @@ def _whole_numbers(name: str, value: Any) -> tuple[int, ...]:
     return tuple(int(item) for item in value)
 
 
+@torch.compiler.assume_constant_result  # a configuration does not change while a graph is in use
 def _pattern_of(args: Any) -> str:
     return _pattern(
         _whole_numbers("segment_length", args.segment_length), _whole_numbers("dilated_ratio", args.dilated_ratio)

@@ -1,5 +1,215 @@
+// longspan attend: attention over arrays in files.
 #include <CLI/CLI.hpp>
+#include <memory>
+#include <optional>
+
 #include "command.h"
+#include "console.h"
+#include "files/output.h"
+#include "interrupt.h"
+#include "json.h"
+#include "kernels/kernel.h"
+#include "longspan/error.h"
+#include "problem_options.h"
+#include "tensor.h"
+#include "timing.h"
+
 namespace longspan::cli {
-Command add_attend(CLI::App& app) { return {app.add_subcommand("attend", ""), [] { return 0; }}; }
+namespace {
+
+struct AttendCommand {
+  ProblemOptions problem;
+  std::string q, k, v, out, lse, lengths, key_mask, alibi, query_ranges;
+  bool json = false;
+};
+
+/// An input with the view that the operator takes.
+struct Input {
+  Array array;
+  ConstTensorView view;
+};
+
+std::string shape_text(const Array& array) { return fmt::format("[{}]", fmt::join(array.header.shape, ", ")); }
+
+/// [B, N, H, D] or [B, H, N, D]; without the batch where the file has three dimensions.
+Input read_rows(const std::string& option, const std::string& location, const AttendCommand& command, const ProblemChoice& choice) {
+  const bool dtype_given = command.problem.given("dtype");
+  Input input;
+  input.array = read_array(location, {.uint16_is_bf16 = dtype_given && choice.dtype == DType::bf16});
+  std::vector<std::int64_t> shape = input.array.header.shape;
+  if (shape.size() == 3) shape.insert(shape.begin(), 1);
+  if (shape.size() != 4) {
+    throw InvalidArgument(option, fmt::format("--{} has shape {}: give [batch, rows, heads, head_dim] (--layout bnhd) or [batch, "
+                                              "heads, rows, head_dim] (--layout bhnd)",
+                                              option, shape_text(input.array)));
+  }
+  const DType dtype = input.array.header.dtype;
+  if (dtype_given && dtype != choice.dtype) {
+    throw InvalidArgument("dtype", fmt::format("--dtype is {} and --{} holds {}: leave --dtype out, or convert the file",
+                                               name_of(choice.dtype), option, name_of(dtype)));
+  }
+  const bool bnhd = choice.layout == Layout::bnhd;
+  input.view = view_of<const void>(input.array.data, dtype, choice.layout, shape[0], shape[bnhd ? 1 : 2], shape[bnhd ? 2 : 1], shape[3]);
+  return input;
 }
+
+/// An array of `rank` dimensions for an optional argument of the call.
+Array read_extra(const std::string& option, const std::string& location, std::size_t rank, std::initializer_list<DType> dtypes) {
+  Array array = read_array(location);
+  if (array.header.shape.size() != rank) {
+    throw InvalidArgument(option, fmt::format("--{} has shape {}: give {} dimension{}", option, shape_text(array), rank, rank == 1 ? "" : "s"));
+  }
+  std::string names;
+  for (const DType dtype : dtypes) {
+    if (dtype == array.header.dtype) return array;
+    names += (names.empty() ? "" : " or ") + std::string(name_of(dtype));
+  }
+  throw InvalidArgument(option, fmt::format("--{} holds {}: give {}", option, name_of(array.header.dtype), names));
+}
+
+/// start:count,start:count
+std::vector<RowRange> parse_ranges(std::string_view text) {
+  std::vector<RowRange> ranges;
+  while (!text.empty()) {
+    const std::size_t comma = text.find(',');
+    const std::string_view range = text.substr(0, comma);
+    const std::size_t colon = range.find(':');
+    if (colon == std::string_view::npos) {
+      throw InvalidArgument("query_ranges", fmt::format("--query-ranges has '{}': give start:count, for example 0:16,4096:16", range));
+    }
+    ranges.push_back({parse_size("query-ranges", range.substr(0, colon)), parse_size("query-ranges", range.substr(colon + 1))});
+    text = comma == std::string_view::npos ? std::string_view{} : text.substr(comma + 1);
+  }
+  return ranges;
+}
+
+/// Shape options are facts about the files here: where given, they must agree.
+void check_shape_options(const AttendCommand& command, const ProblemChoice& choice, const Input& q, const Input& k) {
+  const auto check = [&](const char* option, std::int64_t given, std::int64_t found, const char* where) {
+    if (command.problem.given(option) && given != found) {
+      throw InvalidArgument(option, fmt::format("--{} is {} and {} has {}: leave the option out, the files say it", option, given, where,
+                                                found));
+    }
+  };
+  check("tokens", choice.tokens.value_or(0), k.view.rows(), "k");
+  check("batch", choice.batch, q.view.batch(), "q");
+  check("heads", choice.heads, q.view.heads(), "q");
+  check("kv-heads", choice.kv_heads, k.view.heads(), "k");
+  check("head-dim", choice.head_dim, q.view.columns(), "q");
+}
+
+/// An output that replaced an input would destroy what the result came from.
+void check_output_is_no_input(const AttendCommand& command) {
+  for (const std::string& output : {command.out, command.lse}) {
+    if (output.empty()) continue;
+    for (const std::string& input : {command.q, command.k, command.v, command.lengths, command.key_mask, command.alibi}) {
+      if (!input.empty() && same_file(parse_location(output).path, parse_location(input).path)) {
+        throw InvalidArgument("out", fmt::format("output '{}' would replace the input file '{}': choose another name", output,
+                                                 parse_location(input).path));
+      }
+    }
+  }
+}
+
+int run(const AttendCommand& command) {
+  const ProblemChoice choice = command.problem.resolve();
+  if (choice.device.type != DeviceType::cpu) {
+    throw Unsupported(fmt::format("--device {}: attend runs on the CPU in this version; leave --device out", to_string(choice.device)));
+  }
+  check_output_is_no_input(command);
+  const Input q = read_rows("q", command.q, command, choice);
+  const Input k = read_rows("k", command.k, command, choice);
+  const Input v = read_rows("v", command.v, command, choice);
+  check_shape_options(command, choice, q, k);
+
+  Call call;
+  call.cancel = &interrupted();
+  call.dropout_seed = choice.seed;
+  const std::vector<RowRange> ranges = parse_ranges(command.query_ranges);
+  call.query_ranges = ranges;
+  Array lengths, key_mask, alibi;
+  if (!command.lengths.empty()) {
+    lengths = read_extra("lengths", command.lengths, 1, {DType::i32, DType::i64});
+    call.lengths = ConstTensorView::per_batch(lengths.data, lengths.header.dtype, lengths.header.shape[0]);
+  }
+  if (!command.key_mask.empty()) {
+    key_mask = read_extra("key-mask", command.key_mask, 2, {DType::boolean});
+    call.key_mask = ConstTensorView::mask(key_mask.data, key_mask.header.shape[0], key_mask.header.shape[1]);
+  }
+  if (!command.alibi.empty()) {
+    alibi = read_extra("alibi-slopes", command.alibi, 1, {DType::f32});
+    call.alibi_slopes = ConstTensorView::per_head(alibi.data, alibi.header.shape[0]);
+  }
+
+  const DType dtype = q.view.dtype;
+  const Tensor out("out", dtype, choice.layout, q.view.batch(), q.view.rows(), q.view.heads(), q.view.columns());
+  std::optional<Tensor> lse;
+  if (!command.lse.empty()) {
+    lse = Tensor::lse("lse", q.view.batch(), q.view.rows(), q.view.heads(), dtype == DType::f64 ? DType::f64 : DType::f32);
+  }
+  const bool batched = q.array.header.shape.size() == 4;
+  ArrayWriter writer;
+  writer.add(command.out, dtype, q.array.header.shape, out.data());
+  if (lse) {
+    std::vector<std::int64_t> shape = {q.view.batch(), q.view.heads(), q.view.rows()};
+    if (!batched) shape.erase(shape.begin());
+    writer.add(command.lse, lse->view().dtype, shape, lse->data());
+  }
+
+  const Attention attention(choice.pattern, choice.options);
+  double seconds = 0;
+  {
+    Progress progress("attend");
+    call.progress = [&](double fraction) {
+      progress.update(fraction);
+      return true;
+    };
+    const Stopwatch watch;
+    attention.forward(q.view, k.view, v.view, out.view(), lse ? lse->view() : TensorView{}, call);
+    seconds = watch.seconds();
+  }
+  writer.commit();
+
+  const auto plan = attention.plan(Attention::problem(q.view, k.view, call));
+  const std::string kernel(plan->kernel(Pass::forward)->name);
+  if (command.json) {
+    Json json = {{"out", command.out}, {"shape", q.array.header.shape}, {"dtype", name_of(dtype)}, {"kernel", kernel},
+                 {"pattern", choice.pattern.to_string()}, {"seconds", seconds}};
+    if (lse) json["lse"] = command.lse;
+    print_json(json);
+  } else {
+    print("{}: {} {} in {} with kernel {}\n", command.out, name_of(dtype), shape_text(q.array), short_duration(seconds), kernel);
+  }
+  return kSuccess;
+}
+
+}  // namespace
+
+Command add_attend(CLI::App& app) {
+  CLI::App* parser = app.add_subcommand("attend", "Attention over arrays in .npy or .safetensors files");
+  parser->footer(
+      "\nArrays are [batch, rows, heads, head_dim] (or [batch, heads, rows, head_dim] with --layout bhnd); the batch may be left\n"
+      "out. Files are `file.npy` or `file.safetensors#name`; inputs are memory-mapped, an output replaces an existing file only\n"
+      "when complete. bfloat16 in .npy: ml_dtypes' two-byte void, or uint16 with --dtype bf16.\n"
+      "Example: longspan attend --q q.npy --k k.npy --v v.npy --out out.npy --lse lse.npy --causal");
+  const auto command = std::make_shared<AttendCommand>();
+  const auto file = [&](const char* name, std::string& target, const char* meaning) {
+    return parser->add_option(name, target, meaning)->group("Files")->type_name("FILE");
+  };
+  file("--q", command->q, "Queries")->required();
+  file("--k", command->k, "Keys")->required();
+  file("--v", command->v, "Values")->required();
+  file("--out", command->out, "Result, in q's shape and type")->required();
+  file("--lse", command->lse, "Log of the softmax denominators, float32 [batch, heads, rows]");
+  file("--lengths", command->lengths, "Rows of each batch entry, int32 or int64 [batch]");
+  file("--key-mask", command->key_mask, "Which keys may be attended, bool [batch, rows]");
+  file("--alibi-slopes", command->alibi, "Slope of each head, float32 [heads]");
+  parser->add_option("--query-ranges", command->query_ranges, "Positions of q's rows (default: all of them)")
+      ->group("Files")
+      ->type_name("START:COUNT,...");
+  command->problem.add_to(*parser);
+  parser->add_flag("--json", command->json, "Machine-readable output");
+  return {parser, [command] { return run(*command); }};
+}
+
+}  // namespace longspan::cli

@@ -2,13 +2,13 @@
 #include "tensor.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <new>
 
 #include "console.h"
 #include "longspan/error.h"
+#include "machine.h"
 #include "random.h"
 
 namespace longspan::cli {
@@ -44,7 +44,7 @@ Tensor Tensor::lse(std::string_view name, std::int64_t batch, std::int64_t rows,
 }
 
 void require_memory(double bytes) {
-  const double present = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  const double present = memory_bytes();
   if (bytes > 0.9 * present) {
     throw OutOfMemory(fmt::format("tensors of {} are needed and this machine has {}: use fewer tokens", short_bytes(bytes),
                                   short_bytes(present)));

@@ -1,0 +1,50 @@
+// Asking the CPU and the operating system.
+#include "machine.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+#include "console.h"
+#include "util/cpu_info.h"
+
+namespace longspan::cli {
+
+double memory_bytes() {
+  return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+}
+
+std::string machine_summary() {
+  const int cpus = usable_cpus();
+  return fmt::format("{}, {} CPU{}, {}", cpu_model(), cpus, cpus == 1 ? "" : "s", short_bytes(memory_bytes()));
+}
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  [[maybe_unused]] const auto add = [&](bool present, const char* name) {
+    if (present) names.emplace_back(name);
+  };
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  add(__builtin_cpu_supports("sse4.2"), "sse4.2");
+  add(__builtin_cpu_supports("avx"), "avx");
+  add(__builtin_cpu_supports("avx2"), "avx2");
+  add(__builtin_cpu_supports("fma"), "fma");
+  add(__builtin_cpu_supports("avx512f"), "avx512f");
+  add(__builtin_cpu_supports("avx512bw"), "avx512bw");
+  add(__builtin_cpu_supports("avx512vl"), "avx512vl");
+  add(__builtin_cpu_supports("avx512vnni"), "avx512vnni");
+  add(__builtin_cpu_supports("avx512bf16"), "avx512bf16");
+#elif defined(__aarch64__)
+  const unsigned long capabilities = getauxval(AT_HWCAP);
+  add((capabilities & HWCAP_ASIMD) != 0, "neon");
+  add((capabilities & HWCAP_ASIMDHP) != 0, "neon-fp16");
+  add((capabilities & HWCAP_SVE) != 0, "sve");
+#endif
+  return names;
+}
+
+}  // namespace longspan::cli

@@ -14,28 +14,28 @@
 
 namespace longspan::reference {
 
-/// Reads rows of any floating-point dtype as double.
+/// A row of any floating-point dtype, read as double.
 class Row {
  public:
   Row(const ConstTensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head)
-      : Row(static_cast<const std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), view.dtype) {}
-  Row(const void* data, DType dtype) : data_(data), dtype_(dtype) {}
-  double operator[](std::int64_t column) const {
-    switch (dtype_) {
-      case DType::f64:
-        return static_cast<const double*>(data_)[column];
-      case DType::f32:
-        return static_cast<const float*>(data_)[column];
-      case DType::bf16:
-        return to_float(static_cast<const BFloat16*>(data_)[column]);
-      default:
-        return to_float(static_cast<const Float16*>(data_)[column]);
+      : Row(static_cast<const std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), view.dtype, view.columns()) {}
+  Row(const void* data, DType dtype, std::int64_t columns) {
+    if (dtype == DType::f64) {
+      values_ = static_cast<const double*>(data);
+      return;
     }
+    dispatch_storage(dtype, [&]<class Storage>() {
+      for (std::int64_t column = 0; column < columns; ++column) converted_[column] = to_float(static_cast<const Storage*>(data)[column]);
+    });
+    values_ = converted_;
   }
+  Row(const Row&) = delete;
+  Row& operator=(const Row&) = delete;
+  double operator[](std::int64_t column) const { return values_[column]; }
 
  private:
-  const void* data_;
-  DType dtype_;
+  const double* values_;
+  double converted_[256];
 };
 
 inline double dot(const Row& a, const Row& b, std::int64_t columns) {
@@ -138,8 +138,8 @@ class Definition {
     return static_cast<double>((longest + branch.dilation - 1) / branch.dilation - count);
   }
 
-  Row key_row(std::int64_t entry, std::int64_t head, std::int64_t position) const { return Row(run(entry, head, position).k, k.dtype); }
-  Row value_row(std::int64_t entry, std::int64_t head, std::int64_t position) const { return Row(run(entry, head, position).v, v.dtype); }
+  Row key_row(std::int64_t entry, std::int64_t head, std::int64_t position) const { return Row(run(entry, head, position).k, k.dtype, head_dim()); }
+  Row value_row(std::int64_t entry, std::int64_t head, std::int64_t position) const { return Row(run(entry, head, position).v, v.dtype, head_dim()); }
 
   double score(std::int64_t entry, std::int64_t head, std::int64_t q_row, std::int64_t position, std::int64_t key) const {
     double value = plan.scale() * dot(Row(q, entry, q_row, head), key_row(entry, head, key), head_dim());

@@ -265,6 +265,7 @@ class Expecter {
     result.out.relative = 4 * storage + computed;
     result.lse.relative = storage / 16 + computed;
     for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv}) gradient->relative = 6 * storage + computed;
+    for (ExpectedTensor* tensor : {&result.out, &result.lse, &result.dq, &result.dk, &result.dv}) tensor->relative32 = computed;
     // Below the smallest normal number a type rounds to multiples of its last bit: P, dS and results may lose that much.
     const double smallest = problem.dtype == DType::f16 ? 0x1p-24 : problem.dtype == DType::f64 ? 0.0 : 0x1p-126;
     for (ExpectedTensor* tensor : {&result.out, &result.dq, &result.dk, &result.dv}) {
@@ -324,12 +325,14 @@ Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected
                                            column, got, want, allowed);
           }
           squared_error += error * error;
-          if (!expected.rounded.empty()) squared_model += std::pow(expected.rounded[element] - want, 2);
+          if (!expected.rounded.empty()) {
+            squared_model += std::pow(expected.rounded[element] - want, 2) + std::pow(expected.relative32 * expected.magnitude[element], 2);
+          }
         }
       }
     }
   }
-  if (!expected.rounded.empty() && element >= kEnoughForMeans && squared_model > 0) {
+  if (!expected.rounded.empty() && actual.columns() > 1 && element >= kEnoughForMeans && squared_model > 0) {
     comparison.rms_over_model = std::sqrt(squared_error / squared_model);
   }
   return comparison;

@@ -10,7 +10,8 @@
 //    gradients see delta through an `out` that was rounded too. We allow twice that:
 //        forward  2 * (u_s + u_s) + relative32        gradients  2 * (3 u_s) + relative32
 //    and, since worst cases are far from typical ones, also compare root mean squares with a float64 computation that
-//    rounds at just those places: at most 2 times its error (where there are enough elements to speak of a mean).
+//    rounds at just those places: at most 2 times its error (where there are enough elements to speak of a mean), with
+//    relative32 of the magnitude added to the model's, which knows nothing of float32 scores.
 //  - lse is never stored in 16 bits; kernels may compute exp to u_s / 16 there (far below the rounding of P).
 #pragma once
 
@@ -27,6 +28,7 @@ struct ExpectedTensor {
   std::vector<double> magnitude;  // sum of absolute values of the terms
   std::vector<double> rounded;    // P or dS, and the result, rounded to the storage type; empty for float32 and float64
   double relative = 0;            // allowed error over magnitude
+  double relative32 = 0;          // the part of it that float32 arithmetic alone may cause
   double absolute = 0;            // allowed besides: where the storage type runs out of exponents
 };
 

@@ -25,7 +25,8 @@ struct FloatBackward : FloatLayout {
   static constexpr std::int64_t kKeyTile = 96;
   static constexpr bool kPairs = false;
 
-  float key_gradient_factor(float) const { return kLn2; }  // packed queries carry scale * log2(e) already
+  /// What is missing of dk when packed queries carry query_factor.
+  float key_gradient_factor(float scale) const { return kFused ? kLn2 : std::abs(scale); }
 
   /// Weights and dscores of rows row, row + 1 and the kLanes keys at `key`.
   static HWY_INLINE void put(float* weights, float* dscores, float*, std::int64_t row, std::int64_t key, V w0, V w1, V d0, V d1) {

@@ -40,20 +40,20 @@ struct FloatForward : FloatLayout {
     accumulate_columns<Products, false, true>(columns, weights + begin, kKeyBlock, values + begin * columns, columns,
                                               static_cast<int>(end - begin), out, columns, corrections);
   }
-  /// weights = exp2(scores * factor + shift) for keys below limit, 0 up to end; their sum (before dropout) joins `sums`.
+  /// weights = exp2((scores - base) * factor) for keys below limit, 0 up to end; their sum (before dropout) joins `sums`.
   template <bool kKeep>
-  static HWY_INLINE V weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor, float shift,
+  static HWY_INLINE V weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor, float base,
                               const float* keep, V sums) {
-    const V scale = broadcast(factor), offset = broadcast(shift);
+    const V scale = broadcast(factor), largest = broadcast(base), shift = broadcast(-base * factor);
     std::int64_t key = 0;
     for (; key + kLanes <= limit; key += kLanes) {
-      V weight = exp2<kExpDegree>(hn::MulAdd(load(scores + key), scale, offset));
+      V weight = exp2<kExpDegree>(exponent(load(scores + key), largest, shift, scale));
       sums = hn::Add(sums, weight);
       if constexpr (kKeep) weight = hn::And(weight, load(keep + key));
       store(weight, weights + key);
     }
     if (key < limit) {
-      V weight = exp2<kExpDegree>(hn::MulAdd(load(scores + key), scale, offset));
+      V weight = exp2<kExpDegree>(exponent(load(scores + key), largest, shift, scale));
       weight = hn::IfThenElseZero(hn::FirstN(kFloat, static_cast<std::size_t>(limit - key)), weight);
       sums = hn::Add(sums, weight);
       if constexpr (kKeep) weight = hn::And(weight, load(keep + key));
@@ -241,14 +241,14 @@ class ForwardRun {
     for (int run = 0; run < run_count; ++run) {
       largest = row_max(scores + runs[run].begin, std::min(limit, runs[run].end) - runs[run].begin, largest);
     }
-    const float correction = largest == before ? 1.0f : exp2_scalar((before - largest) * factor);
+    const float correction = largest == before ? 1.0f : before == -kInfinity ? 0.0f : exp2_scalar((before - largest) * factor);
     const float base = largest < kMaskedLimit ? 0.0f : largest;
     V sums = hn::Mul(load(m_.sums + row * kLanes), broadcast(correction));
     for (int run = 0; run < run_count; ++run) {
       const std::int64_t begin = runs[run].begin;
       sums = Scheme::template weights<Policy::kActive>(scores + begin, weights + begin / Scheme::Products::kPerUnit,
                                                        std::clamp<std::int64_t>(limit - begin, 0, runs[run].end - begin),
-                                                       runs[run].end - begin, factor, -base * factor, m_.keep + begin, sums);
+                                                       runs[run].end - begin, factor, base, m_.keep + begin, sums);
     }
     store(sums, m_.sums + row * kLanes);
     m_.largest[row] = largest;
@@ -259,15 +259,16 @@ class ForwardRun {
   void finish(std::int64_t row) {
     float* const out = m_.out + row * scheme_.columns;
     const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
-    float exponent = m_.largest[row] < kMaskedLimit ? 0.0f : m_.largest[row] * factor;  // base 2
+    // In double: at scores of 1e4 every rounding of an exponent costs a weight 1e-3.
+    double exponent = m_.largest[row] < kMaskedLimit ? 0.0 : static_cast<double>(m_.largest[row]) * factor;  // base 2
     float sum = sum_lanes(load(m_.sums + row * kLanes)), weight = 1.0f;
     if (task_.padding > 0) {
-      const float raised = sum == 0.0f ? 0.0f : std::max(exponent, 0.0f);
-      weight = exp2_scalar(exponent - raised);
-      sum = sum * weight + static_cast<float>(task_.padding) * exp2_scalar(-raised);
+      const double raised = sum == 0.0f ? 0.0 : std::max(exponent, 0.0);
+      weight = exp2_scalar(static_cast<float>(exponent - raised));
+      sum = sum * weight + static_cast<float>(task_.padding) * exp2_scalar(static_cast<float>(-raised));
       exponent = raised;
     }
-    float lse = sum == 0.0f ? -kInfinity : exponent * kLn2 + std::log(sum);
+    float lse = sum == 0.0f ? -kInfinity : static_cast<float>(exponent * 0.693147180559945309 + std::log(sum));
     weight = sum == 0.0f ? 0.0f : weight / sum * shared_.output_scale * shared_.keep_factor;
     const std::int64_t head = rows_.head(row), target_row = q_row(row);
     if (shared_.delta.data) {

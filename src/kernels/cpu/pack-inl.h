@@ -93,11 +93,12 @@ struct FloatLayout {
   std::int64_t depth;    // units of a score product, rounded to what packing writes
   std::int64_t columns;  // floats of an output row
   float score_factor;    // what turns products into base-2 exponents
-  float query_factor;    // on packed queries; products are exponents already, so score_factor is 1
+  float query_factor;    // on packed queries; where it is the scale, products are exponents already
 
   FloatLayout(DType type, std::int64_t dim, float scale)
-      : dtype(type), head_dim(dim), depth(round_up(dim, 4)), columns(round_up(dim, kLanes)), score_factor(1.0f),
-        query_factor(scale * kLog2e) {}
+      : dtype(type), head_dim(dim), depth(round_up(dim, 4)), columns(round_up(dim, kLanes)),
+        score_factor(kFused ? 1.0f : std::abs(scale) * kLog2e),
+        query_factor(kFused ? scale * kLog2e : scale < 0 ? -1.0f : 1.0f) {}
 
   std::int64_t row_bytes() const { return head_dim * size_of(dtype); }
   std::int64_t query_stride() const { return depth; }

@@ -38,6 +38,16 @@ HWY_INLINE V broadcast(float value) { return hn::Set(kFloat, value); }
 HWY_INLINE float sum_lanes(V value) { return hn::GetLane(hn::SumOfLanes(kFloat, value)); }
 HWY_INLINE float max_lanes(V value) { return hn::GetLane(hn::MaxOfLanes(kFloat, value)); }
 
+/// Whether a multiply-add rounds once. Without, products of queries and keys are only exact for 16-bit inputs, so
+/// queries are left as they are and scores are scaled after the maximum was subtracted.
+constexpr bool kFused = HWY_NATIVE_FMA;
+
+/// (score - base) * factor.
+HWY_INLINE V exponent(V score, V base, V shift, V factor) {
+  if constexpr (kFused) return hn::MulAdd(score, factor, shift);  // shift is -base * factor
+  else return hn::Mul(hn::Sub(score, base), factor);
+}
+
 /// 2^fraction for |fraction| <= 1/2. Degree 5: relative error 1.5e-7. Degree 4: 2.7e-6, for weights that are rounded to
 /// bfloat16 (4e-3) while their sum must stay good to 1e-5.
 template <int kDegree>
@@ -105,8 +115,15 @@ HWY_INLINE void store_storage(V value, BFloat16* target) {
   hn::StoreU(hn::DemoteTo(half_tag, hn::BitCast(kInt, result)), half_tag, reinterpret_cast<std::uint16_t*>(target));
 }
 HWY_INLINE void store_storage(V value, Float16* target) {
+#if HWY_TARGET == HWY_SSE4
+  // No conversion instruction, and Highway's substitute truncates.
+  float values[kLanes];
+  store(value, values);
+  for (int lane = 0; lane < kLanes; ++lane) target[lane] = from_float<Float16>(values[lane]);
+#else
   const hn::Rebind<hwy::float16_t, FloatTag> half_tag;
   hn::StoreU(hn::DemoteTo(half_tag, value), half_tag, reinterpret_cast<hwy::float16_t*>(target));
+#endif
 }
 
 /// target[0 .. padded) = factor * row, zero beyond its columns.

@@ -68,6 +68,13 @@ bool sees(const Plan& plan, const BranchPlan& branch, const Example& example, st
   return branch.mask->active(example.head, block(example.position), block(position));
 }
 
+/// 2 -> "2nd", 4 -> "4th".
+std::string ordinal(std::int64_t number) {
+  const std::int64_t ten = number % 100 / 10, one = number % 10;
+  const char* ending = ten == 1 ? "th" : one == 1 ? "st" : one == 2 ? "nd" : one == 3 ? "rd" : "th";
+  return with_commas(static_cast<double>(number)) + ending;
+}
+
 std::string overview_strip(const Plan& plan, const BranchPlan& branch, const Example& example, std::size_t index) {
   const auto tokens = static_cast<double>(plan.problem().tokens);
   const double unit = 1000 / tokens;
@@ -138,7 +145,7 @@ std::string keys_picture(const Plan& plan) {
                         branch.head_begin, branch.head_begin + branch.head_count - 1,
                         with_commas(static_cast<double>(example->position)), example->head,
                         with_commas(static_cast<double>(example->keys)), branch.mask ? " at most (block mask)" : "",
-                        branch.dilation == 1 ? std::string("position") : fmt::format("{}th position", branch.dilation),
+                        branch.dilation == 1 ? std::string("position") : ordinal(branch.dilation) + " position",
                         with_commas(static_cast<double>(example->segment_begin)),
                         with_commas(static_cast<double>(plan.options().causal ? example->position : example->segment_end - 1)));
     html += overview_strip(plan, branch, *example, index);
@@ -189,7 +196,8 @@ std::string memory_picture(double extra_bytes, double dense_bytes) {
                        short_bytes(bytes), svg);
   };
   return bar("Extra memory of this run, measured", extra_bytes, "c0") +
-         bar("Score matrix of dense attention", dense_bytes, "c3");
+         bar("Score matrix of dense attention", dense_bytes, "c3") +
+         (extra_bytes >= 1 ? fmt::format(R"(<p class="bar-note">{} times as much.</p>)", with_commas(dense_bytes / extra_bytes)) : "");
 }
 
 }  // namespace longspan::cli

@@ -51,7 +51,7 @@ svg { display: block; width: 100%; }
 .legend { display: flex; flex-wrap: wrap; gap: 6px 18px; font-size: 14px; color: var(--muted); margin-top: 14px; }
 .legend span { display: inline-flex; align-items: center; gap: 7px; }
 .bar p { display: flex; justify-content: space-between; gap: 12px; margin: 12px 0 0; } .bar b { color: var(--text); white-space: nowrap; }
-.bar .tall { margin-top: 4px; }
+.bar .tall { margin-top: 4px; } .bar-note { margin: 8px 0 0; text-align: right; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 8px 6px; border-bottom: 1px solid var(--line); }
 th { color: var(--muted); font-weight: 500; font-size: 14px; } tr:last-child td { border-bottom: 0; }
@@ -73,7 +73,8 @@ std::string colour_rules() {
 std::string legend(const Plan& plan) {
   std::string html = R"(<div class="legend">)";
   for (std::size_t index = 0; index < plan.branches().size(); ++index) {
-    html += fmt::format(R"(<span><i class="key c{}"></i>branch {}</span>)", index % 8, index);
+    html += fmt::format(R"(<span><i class="key c{}"></i>branch {}: {:.3g}% of its heads' rows</span>)", index % 8, index,
+                        100.0 / static_cast<double>(plan.branches()[index].dilation));
   }
   return html + R"(<span><i class="key none"></i>covered by none: output 0</span></div>)";
 }

@@ -1,0 +1,43 @@
+# Bash completion of the longspan command. A test compares these words with what `longspan COMMAND --help` says.
+
+_longspan() {
+  local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD - 1]}" command="" word
+  local commands="demo attend plan info check bench"
+  local problem="--tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys
+    --pattern --causal --dropout --scale --layout --device --threads --kernel --seed --json --help"
+  for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
+    case " $commands " in *" $word "*) command="$word"; break ;; esac
+  done
+
+  local choices=""
+  case "$previous" in
+    --dtype) choices="f32 bf16 f16" ;;
+    --assign) choices="groups all" ;;
+    --phase) choices="paper torchscale" ;;
+    --layout) choices="bnhd bhnd" ;;
+    --device) choices="cpu cuda" ;;
+    --q | --k | --v | --out | --lse | --lengths | --key-mask | --alibi-slopes)
+      compopt -o filenames 2>/dev/null
+      mapfile -t COMPREPLY < <(compgen -f -- "$current")
+      return
+      ;;
+    --tokens | --batch | --heads | --kv-heads | --head-dim | --segments | --dilations | --pattern | --dropout | --scale | \
+      --threads | --kernel | --seed | --random | --case | --repeats | --query-ranges)
+      return # a value that only the user knows
+      ;;
+    *)
+      case "$command" in
+        "") choices="$commands --help --version" ;;
+        demo) choices="$problem --out" ;;
+        attend) choices="$problem --q --k --v --out --lse --lengths --key-mask --alibi-slopes --query-ranges" ;;
+        plan) choices="$problem" ;;
+        info) choices="$problem --why" ;;
+        check) choices="$problem --random --case" ;;
+        bench) choices="dilated dense $problem --repeats --forward-only" ;;
+      esac
+      ;;
+  esac
+  mapfile -t COMPREPLY < <(compgen -W "$choices" -- "$current")
+}
+
+complete -F _longspan longspan

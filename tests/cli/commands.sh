@@ -1,0 +1,61 @@
+# Each command once, as a user would: exit codes, keys of the JSON, that help and numbers are there.
+source "$(dirname "$0")/lib.sh"
+
+has() { # has TEXT...: stdout of the last expect holds each text
+  for text in "$@"; do grep -Fq -- "$text" stdout || fail "stdout lacks '$text': $(head -c 300 stdout)"; done
+}
+
+expect 0 "" "$longspan" --version
+grep -Eq '^longspan [0-9]+\.[0-9]+\.[0-9]+ \(.+\)$' stdout || fail "--version says $(cat stdout)"
+expect 0 "" "$longspan" --help
+has "Exit codes:" "Examples:" demo attend plan info check bench
+for command in demo attend plan info check bench; do
+  expect 0 "" "$longspan" "$command" --help
+  has --tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys --pattern --causal \
+    --dropout --layout --device --threads --kernel --seed --json
+done
+
+# Sizes in powers of 1024, defaults as documented, and 2^40 tokens at once.
+expect 0 "" timeout 5 "$longspan" plan --tokens 1T --json
+has '"tokens": 1099511627776' '"heads": 8' '"head_dim": 64' '"dtype": "f32"' '"batch": 1' '"pattern": "longspan/1 dilated 2048/1 4096/2 8192/4"' \
+  '"pairs"' '"forward_flops"' '"backward_bytes"' '"work_items"' '"forward_workspace_bytes"' '"branches"'
+expect 0 "" "$longspan" plan --tokens 16 --segments 16 --dilations 1 --json
+has '"pairs": 2048.0' # 8 heads of 16 x 16
+expect 0 "" "$longspan" plan --tokens 128K
+has "131,072 tokens"
+expect 0 "" "$longspan" plan --tokens 0
+expect 0 "" "$longspan" plan --pattern "longnet phase=torchscale pad_keys 64/1 128/4" --tokens 4096
+
+expect 0 "" "$longspan" info
+has plain reference threads caches instructions "plan cache" "memory pool"
+expect 0 "" "$longspan" info --why --json --kernel plain
+has '"instruction_sets"' '"plan_cache"' '"host_memory"' '"kernels"' '"reason"' '"chosen"'
+
+expect 0 "" "$longspan" demo --tokens 2048 --segments 256,512 --dilations 1,2 --out report.html --json
+has '"verified": true' '"tokens": 2048' '"extra_bytes"' '"dense_score_bytes": 134217728.0' '"checks"' '"report": "report.html"'
+for text in '<svg' 'prefers-color-scheme: dark' 'Verified against' '</html>'; do
+  grep -Fq -- "$text" report.html || fail "the report lacks $text"
+done
+grep -Eq 'https?://|src=|@import|<script|<link' report.html && fail "the report reaches for the network"
+expect 0 "" "$longspan" demo --tokens 1000 --assign all --segments 100,333 --dilations 1,3 --causal --dtype bf16 --kv-heads 2 --layout bhnd
+has "verified" dq dk dv lse
+expect 0 "" "$longspan" demo --tokens 300 --pattern "longnet long=skip 100/1 400/2" --dropout 0.1 --kernel plain --json
+has '"verified": true' '"kernel": "plain"'
+
+expect 0 "" "$longspan" check --random 3 --seed 5
+has "every kernel agrees" plain reference bf16
+expect 0 "" "$longspan" check --random 1 --seed 5 --case 2 --kernel plain --json
+has '"ok": true' '"cases": 1' '"over_tolerance"'
+expect 0 "" "$longspan" check --case 3 --kernel plain
+expect 0 "" "$longspan" check --tokens 100 --segments 40 --dilations 3 --dtype f16
+
+expect 0 "" "$longspan" bench dilated --tokens 1024 --repeats 1 --json
+has '"gflops"' '"peak_gflops"' '"fraction_of_peak"' '"extra_bytes"' '"kernel"' '"threads"' '"forward"' '"backward"' '"tokens": 1024'
+expect 0 "" "$longspan" bench dense --tokens 256 --repeats 1 --forward-only --causal
+has forward GFLOP/s
+
+# Progress and notes stay off stdout, and colours off pipes.
+expect 0 "" env -u NO_COLOR "$longspan" check --case 0 --kernel plain
+grep -q $'\x1b' stdout stderr && fail "escape codes in a pipe"
+
+finish

@@ -6,6 +6,7 @@
 //   MASK     block=64 heads=1 blocks=4 rows=0;0-1;1,3;   (one list per head and block row, ranges inclusive)
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 
@@ -82,6 +83,10 @@ class Parser {
       else if (name == "rows") rows = value;
       else fail(field, "is not part of a mask: use block=, heads=, blocks= and rows=");
     }
+    // Counted before anything is expanded, so that a lying text cannot exhaust memory.
+    if (static_cast<double>(std::count(rows.begin(), rows.end(), ';')) != static_cast<double>(heads) * static_cast<double>(blocks)) {
+      fail(word, fmt::format("needs one row list, closed by ';', for each of {} heads x {} blocks", heads, blocks));
+    }
     return BlockMask::from_rows(block_size, heads, blocks, lists(word, rows, blocks));
   }
 
@@ -105,7 +110,6 @@ class Parser {
         const std::size_t dash = entry.find('-');
         const auto first = number<std::int32_t>(word, entry.substr(0, dash));
         const auto last = dash == std::string_view::npos ? first : number<std::int32_t>(word, entry.substr(dash + 1));
-        // Bounded before it is expanded, so that a lying range cannot exhaust memory.
         if (last < first || last >= blocks) fail(entry, "is not a range of blocks of the mask");
         for (std::int32_t column = first; column <= last; ++column) list.push_back(column);
       }

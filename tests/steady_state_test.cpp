@@ -1,0 +1,117 @@
+// The second identical call allocates nothing and plans nothing.
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "longspan/error.h"
+#include "support/case.h"
+
+namespace {
+std::atomic<long> allocations{0};
+}
+
+// Counts every allocation of the process, the library's own included.
+__attribute__((noinline)) void* operator new(std::size_t size) {
+  allocations.fetch_add(1, std::memory_order_relaxed);
+  if (void* memory = std::malloc(size ? size : 1)) return memory;
+  throw std::bad_alloc();
+}
+__attribute__((noinline)) void* operator new(std::size_t size, std::align_val_t alignment) {
+  allocations.fetch_add(1, std::memory_order_relaxed);
+  const std::size_t step = static_cast<std::size_t>(alignment);
+  if (void* memory = std::aligned_alloc(step, (size + step - 1) / step * step)) return memory;
+  throw std::bad_alloc();
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace longspan::testing {
+namespace {
+
+class SteadyState : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(SteadyState, SecondCallAllocatesAndPlansNothing) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const Pattern& pattern : {Pattern::dilated({32, 64}, {1, 2}), Pattern::longnet({32, 128}, {1, 3})}) {
+      Case c(pattern, {}, {1, 128, 4, 4, 32}, dtype);
+      Tensor out(dtype, 1, 128, 4, 32), dq(dtype, 1, 128, 4, 32), dk(dtype, 1, 128, 4, 32), dv(dtype, 1, 128, 4, 32);
+      Tensor lse = Tensor::lse(dtype, 1, 128, 4);
+      Options options;
+      options.kernel = GetParam();
+      const Attention attention(pattern, options);
+      const auto step = [&] {
+        attention.forward(c.q.view(), c.k.view(), c.v.view(), out.view(), lse.view());
+        attention.backward(c.q.view(), c.k.view(), c.v.view(), out.view(), lse.view(), c.dout.view(), dq.view(), dk.view(), dv.view());
+      };
+      step();
+      const long before = allocations.load();
+      const auto cache = plan_cache::statistics();
+      const auto memory = host_memory::statistics();
+      step();
+      EXPECT_EQ(allocations.load() - before, 0);
+      EXPECT_EQ(plan_cache::statistics().misses, cache.misses);
+      EXPECT_GE(plan_cache::statistics().hits, cache.hits + 2);
+      EXPECT_EQ(host_memory::statistics().allocations, memory.allocations);
+      EXPECT_EQ(host_memory::statistics().used_bytes, 0u);
+    }
+  }
+}
+
+std::vector<std::string> kernels_that_promise_it() {
+  std::vector<std::string> names = kernels_here();
+  std::erase(names, "reference");  // the oracle is written to be read, with vectors
+  return names;
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryKernel, SteadyState, ::testing::ValuesIn(kernels_that_promise_it()), [](const auto& parameter) {
+  std::string name = parameter.param;
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+});
+
+TEST(Workspace, TheCallersOwnIsEnough) {
+  for (const std::string& kernel : kernels_that_promise_it()) {
+    Case c(Pattern::longnet({32, 128}, {1, 3}), {}, {1, 128, 4, 4, 32}, DType::bf16);
+    const Results pooled = c.run(kernel);
+    Options options;
+    options.kernel = kernel;
+    const Attention attention(c.pattern, options);
+    const auto plan = attention.plan(Attention::problem(c.q.view(), c.k.view()));
+    const std::size_t bytes = std::max(plan->workspace_bytes(Pass::forward), plan->workspace_bytes(Pass::backward));
+    std::vector<std::byte> storage(bytes + 64 + 16, std::byte{0xA5});
+    Call call;
+    call.workspace = storage.data() + (64 - reinterpret_cast<std::uintptr_t>(storage.data()) % 64) % 64;
+    call.workspace_size = bytes;
+    Results own = pooled;
+    own.out.poison();
+    own.dq.poison();
+    own.dk.poison();
+    own.dv.poison();
+    attention.forward(c.q.view(), c.k.view(), c.v.view(), own.out.view(), own.lse.view(), call);
+    attention.backward(c.q.view(), c.k.view(), c.v.view(), std::as_const(own.out).view(), std::as_const(own.lse).view(), c.dout.view(), own.dq.view(), own.dk.view(), own.dv.view(), call);
+    EXPECT_EQ(own.out, pooled.out) << kernel;
+    EXPECT_EQ(own.dq, pooled.dq) << kernel;
+    EXPECT_EQ(own.dk, pooled.dk) << kernel;
+    EXPECT_EQ(own.dv, pooled.dv) << kernel;
+    for (std::size_t i = static_cast<std::size_t>(static_cast<std::byte*>(call.workspace) - storage.data()) + bytes; i < storage.size(); ++i) {
+      EXPECT_EQ(storage[i], std::byte{0xA5}) << kernel << " wrote beyond its workspace";
+    }
+  }
+}
+
+TEST(Workspace, LimitGivesOutOfMemoryAndLeavesTheLibraryUsable) {
+  host_memory::trim();
+  Case c(Pattern::longnet({32, 128}, {1, 3}), {}, {1, 4096, 4, 4, 32}, DType::f32);
+  c.options.kernel = "plain";
+  host_memory::set_limit_bytes(1);
+  EXPECT_THROW(c.run("plain"), OutOfMemory);
+  host_memory::set_limit_bytes(0);
+  EXPECT_EQ(host_memory::statistics().used_bytes, 0u);
+  Case small(Pattern::dense(), {}, {1, 64, 4, 4, 32});
+  EXPECT_NO_THROW(small.run("plain"));
+}
+
+}  // namespace
+}  // namespace longspan::testing

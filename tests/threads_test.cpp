@@ -1,0 +1,139 @@
+// The thread pool: every item once, exceptions, nesting, many host threads, forks.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "longspan/error.h"
+#include "longspan/threads.h"
+#include "support/case.h"
+#include "util/cpu_info.h"
+#include "util/parallel.h"
+
+namespace longspan {
+namespace {
+
+TEST(ParallelFor, RunsEveryItemOnce) {
+  for (const int threads : {1, 2, 5, 16}) {
+    for (const std::int64_t items : {0, 1, 2, 1000}) {
+      std::vector<std::atomic<int>> runs(static_cast<std::size_t>(items));
+      std::atomic<bool> worker_in_range{true};
+      parallel_for(threads, items, {}, [&](int worker, std::int64_t item) {
+        if (worker < 0 || worker >= threads) worker_in_range = false;
+        ++runs[static_cast<std::size_t>(item)];
+      });
+      for (const auto& count : runs) EXPECT_EQ(count, 1);
+      EXPECT_TRUE(worker_in_range);
+    }
+  }
+}
+
+TEST(ParallelFor, AWorkerIndexBelongsToOneThread) {
+  std::vector<std::atomic<int>> inside(8);
+  std::atomic<bool> shared{false};
+  parallel_for(8, 2000, {}, [&](int worker, std::int64_t) {
+    if (inside[static_cast<std::size_t>(worker)].fetch_add(1) != 0) shared = true;
+    std::this_thread::yield();
+    inside[static_cast<std::size_t>(worker)].fetch_sub(1);
+  });
+  EXPECT_FALSE(shared);
+}
+
+TEST(ParallelFor, RethrowsAndGoesOn) {
+  for (int round = 0; round < 20; ++round) {
+    EXPECT_THROW(parallel_for(4, 100, {}, [](int, std::int64_t item) { if (item == 37) throw std::runtime_error("37"); }), std::runtime_error);
+    std::atomic<int> runs{0};
+    parallel_for(4, 100, {}, [&](int, std::int64_t) { ++runs; });
+    EXPECT_EQ(runs, 100);
+  }
+}
+
+TEST(ParallelFor, NestedLoopsRun) {
+  std::atomic<int> runs{0};
+  parallel_for(4, 10, {}, [&](int, std::int64_t) { parallel_for(4, 10, {}, [&](int worker, std::int64_t) { EXPECT_EQ(worker, 0); ++runs; }); });
+  EXPECT_EQ(runs, 100);
+}
+
+TEST(ParallelFor, ManyHostThreadsAtOnce) {
+  std::atomic<std::int64_t> sum{0};
+  std::vector<std::thread> hosts;
+  for (int host = 0; host < 8; ++host) {
+    hosts.emplace_back([&] {
+      for (int round = 0; round < 50; ++round) parallel_for(3, 20, {}, [&](int, std::int64_t item) { sum += item; });
+    });
+  }
+  for (auto& host : hosts) host.join();
+  EXPECT_EQ(sum, 8 * 50 * 190);
+}
+
+TEST(ParallelFor, CancelStopsWithin) {
+  std::atomic<bool> cancel{false};
+  std::atomic<std::int64_t> runs{0};
+  const LoopControl control{&cancel, nullptr};
+  EXPECT_THROW(parallel_for(4, 1000000, control, [&](int, std::int64_t) { if (++runs == 100) cancel = true; }), Cancelled);
+  EXPECT_LT(runs, 1000000);
+}
+
+TEST(Threads, NumberCanBeSet) {
+  set_num_threads(3);
+  EXPECT_EQ(num_threads(), 3);
+  set_num_threads(0);
+  EXPECT_EQ(num_threads(), default_threads());
+  EXPECT_THROW(set_num_threads(-1), InvalidArgument);
+  EXPECT_THROW(set_num_threads(100000), InvalidArgument);
+}
+
+TEST(Threads, EnvironmentLimitsTheDefault) {
+  const int cpus = usable_cpus();
+  setenv("OMP_NUM_THREADS", "1", 1);
+  EXPECT_EQ(default_threads(), 1);
+  setenv("OMP_NUM_THREADS", "1000000", 1);
+  EXPECT_EQ(default_threads(), cpus);
+  setenv("OMP_NUM_THREADS", "nonsense", 1);
+  EXPECT_EQ(default_threads(), cpus);
+  unsetenv("OMP_NUM_THREADS");
+}
+
+#if !defined(__SANITIZE_THREAD__)  // ThreadSanitizer does not support threads after a fork
+TEST(Threads, WorkAfterFork) {
+  using testing::Case;
+  set_num_threads(2);
+  Case c(Pattern::dilated({32, 64}, {1, 2}), {}, {1, 128, 4, 4, 32});
+  const testing::Results before = c.run();  // workers exist in the parent
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(20);  // a deadlock must end as a failure
+    const testing::Results after = c.run();
+    _exit(after.out == before.out && after.dk == before.dk ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_EQ(c.run().out, before.out);
+  set_num_threads(0);
+}
+#endif
+
+TEST(Threads, OneAttentionSharedByHostThreads) {
+  using testing::Case;
+  const Case c(Pattern::longnet({32, 64}, {1, 2}), {}, {1, 128, 4, 4, 32});
+  const testing::Results expected = c.run();
+  std::vector<std::thread> hosts;
+  for (int host = 0; host < 4; ++host) {
+    hosts.emplace_back([&] {
+      for (int round = 0; round < 5; ++round) {
+        const testing::Results r = c.run();
+        EXPECT_EQ(r.out, expected.out);
+        EXPECT_EQ(r.dv, expected.dv);
+      }
+    });
+  }
+  for (auto& host : hosts) host.join();
+}
+
+}  // namespace
+}  // namespace longspan

@@ -28,7 +28,9 @@ int main() {
     v[i] = to_bf16(static_cast<float>(i % 7) - 3.0f);
     dout[i] = to_bf16(1.0f);
   }
-  const auto view = [&](Tensor& data) { return TensorView::bhnd(data.data(), DType::bf16, 1, tokens, heads, head_dim); };
+  const auto view = [&](Tensor& data) {
+    return TensorView::bhnd(data.data(), DType::bf16, 1, tokens, heads, head_dim);
+  };
   const auto lse_view = TensorView::lse(lse.data(), 1, tokens, heads);
 
   try {

@@ -65,15 +65,15 @@ Json describe_timing(const Timing& timing, double peak) {
 }
 
 int run(const BenchCommand& command) {
-  ProblemChoice choice = command.problem.resolve();
   if (command.what == "dense") {
     for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "pattern"}) {
       if (command.problem.given(part)) {
         throw InvalidArgument(part, fmt::format("--{} with bench dense: every position sees every other; use bench dilated", part));
       }
     }
-    choice.pattern = Pattern::dense();
   }
+  ProblemChoice choice = command.problem.resolve();
+  if (command.what == "dense") choice.pattern = Pattern::dense();
   if (command.repeats < 1) throw InvalidArgument("repeats", fmt::format("--repeats is {}: give at least 1", command.repeats));
   const Problem shape = choice.problem(kDefaultTokens);
   const Attention attention(choice.pattern, choice.options);

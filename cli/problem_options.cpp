@@ -60,8 +60,9 @@ std::int64_t parse_size(std::string_view name, std::string_view text) {
       digits.remove_suffix(1);
     }
   }
-  const std::int64_t value = parse_number<std::int64_t>(name, digits.empty() ? std::string_view(" ") : digits, kFix);
-  std::int64_t scaled = 0;
+  std::int64_t value = 0, scaled = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  if (error != std::errc{} || end != digits.data() + digits.size()) refuse(name, text, kFix);
   if (__builtin_mul_overflow(value, std::int64_t{1} << shift, &scaled)) {
     refuse(name, text, "the largest size is 2^63 - 1");
   }
@@ -127,12 +128,13 @@ bool ProblemOptions::given(const std::string& name) const { return command_->cou
 
 ProblemChoice ProblemOptions::resolve() const {
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  constexpr std::int64_t kMostHeads = 1 << 20;  // plans look at each head
   ProblemChoice choice;
   if (given("tokens")) choice.tokens = parse_size_in("tokens", tokens_, 0, kMost, "a sequence has 0 rows or more");
   choice.batch = parse_size_in("batch", batch_, 0, kMost, "a batch has 0 entries or more");
-  choice.heads = parse_size_in("heads", heads_, 1, kMost, "give at least 1 head");
+  choice.heads = parse_size_in("heads", heads_, 1, kMostHeads, "give 1 to 1M heads");
   choice.kv_heads = kv_heads_.empty() ? choice.heads
-                                      : parse_size_in("kv-heads", kv_heads_, 1, kMost, "give at least 1 head");
+                                      : parse_size_in("kv-heads", kv_heads_, 1, kMostHeads, "give 1 to 1M heads");
   if (choice.heads % choice.kv_heads != 0) {
     refuse("kv-heads", kv_heads_, fmt::format("it must divide the number of heads, {}", choice.heads));
   }

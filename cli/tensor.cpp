@@ -52,6 +52,7 @@ void require_memory(double bytes) {
 }
 
 Workload::Workload(const Problem& shape, Layout layout, std::uint64_t seed) {
+  checked_bytes("q", {shape.batch, shape.tokens, shape.heads, shape.head_dim}, size_of(shape.dtype));
   const double rows = static_cast<double>(shape.batch) * static_cast<double>(shape.tokens);
   const double numbers = 4 * rows * static_cast<double>(shape.head_dim) * static_cast<double>(shape.heads + shape.kv_heads);
   require_memory(numbers * static_cast<double>(size_of(shape.dtype)));

@@ -1,0 +1,130 @@
+// The shared problem options, sizes, tables and random inputs.
+#include <gtest/gtest.h>
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+
+#include "check/cases.h"
+#include "console.h"
+#include "longspan/error.h"
+#include "longspan/threads.h"
+#include "problem_options.h"
+#include "random.h"
+
+namespace longspan::cli {
+namespace {
+
+ProblemChoice parse(std::vector<std::string> arguments) {
+  CLI::App app;
+  ProblemOptions options;
+  options.add_to(app);
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
+  app.parse(arguments);
+  return options.resolve();
+}
+
+TEST(ParseSize, ReadsPowersOf1024) {
+  EXPECT_EQ(parse_size("tokens", "131072"), 131072);
+  EXPECT_EQ(parse_size("tokens", "128K"), 131072);
+  EXPECT_EQ(parse_size("tokens", "128k"), 131072);
+  EXPECT_EQ(parse_size("tokens", "1M"), 1 << 20);
+  EXPECT_EQ(parse_size("tokens", "1T"), std::int64_t{1} << 40);
+  EXPECT_EQ(parse_size("tokens", "9223372036854775807"), INT64_MAX);
+  for (const char* text : {"", "K", "1.5K", "1KK", " 1", "1 ", "0x10", "9223372036854775808", "8388608T", "+1", "1e3"}) {
+    EXPECT_THROW(parse_size("tokens", text), InvalidArgument) << text;
+  }
+  EXPECT_EQ(parse_sizes("segments", "1,2K,3"), (std::vector<std::int64_t>{1, 2048, 3}));
+  EXPECT_THROW(parse_sizes("segments", "1,,3"), InvalidArgument);
+  EXPECT_THROW(parse_sizes("segments", "1,"), InvalidArgument);
+}
+
+TEST(ProblemOptions, HaveTheDocumentedDefaults) {
+  const ProblemChoice choice = parse({});
+  EXPECT_FALSE(choice.tokens.has_value());
+  EXPECT_EQ(choice.batch, 1);
+  EXPECT_EQ(choice.heads, 8);
+  EXPECT_EQ(choice.kv_heads, 8);
+  EXPECT_EQ(choice.head_dim, 64);
+  EXPECT_EQ(choice.dtype, DType::f32);
+  EXPECT_EQ(choice.layout, Layout::bnhd);
+  EXPECT_EQ(choice.pattern, Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}));
+  EXPECT_EQ(choice.options, Options{});
+}
+
+TEST(ProblemOptions, ReachThePattern) {
+  EXPECT_EQ(parse({"--assign", "all", "--phase", "torchscale", "--pad-keys", "--segments", "1K,32", "--dilations", "1,2"}).pattern,
+            Pattern::longnet({1024, 32}, {1, 2}, PhaseRule::torchscale).with_pad_keys());
+  EXPECT_EQ(parse({"--pattern", "dense"}).pattern, Pattern::dense());
+  const ProblemChoice choice = parse({"--tokens", "2K", "--heads", "6", "--kv-heads", "2", "--dtype", "bf16", "--causal", "--dropout",
+                                      "0.25", "--scale", "0.5", "--layout", "bhnd", "--seed", "18446744073709551615", "--kernel", "plain"});
+  EXPECT_EQ(choice.problem(1).tokens, 2048);
+  EXPECT_EQ(choice.problem(1).kv_heads, 2);
+  EXPECT_EQ(choice.dtype, DType::bf16);
+  EXPECT_TRUE(choice.options.causal);
+  EXPECT_EQ(choice.options.dropout, 0.25);
+  EXPECT_EQ(choice.options.scale, 0.5);
+  EXPECT_EQ(choice.options.kernel, "plain");
+  EXPECT_EQ(choice.seed, UINT64_MAX);
+}
+
+TEST(RandomInputs, AreNormalAndFreeOfThreads) {
+  std::vector<float> once(300'001), again(once.size());
+  fill_normal(once.data(), DType::f32, static_cast<std::int64_t>(once.size()), 7, 0);
+  set_num_threads(1);
+  fill_normal(again.data(), DType::f32, static_cast<std::int64_t>(again.size()), 7, 0);
+  set_num_threads(0);
+  EXPECT_EQ(once, again);
+  double sum = 0, squares = 0;
+  for (const float value : once) {
+    ASSERT_TRUE(std::isfinite(value));
+    sum += value;
+    squares += double{value} * value;
+  }
+  const double count = static_cast<double>(once.size());
+  EXPECT_NEAR(sum / count, 0, 5 / std::sqrt(count));
+  EXPECT_NEAR(squares / count, 1, 5 * std::sqrt(2 / count));
+  fill_normal(again.data(), DType::f32, static_cast<std::int64_t>(again.size()), 7, 1);
+  EXPECT_NE(once, again);
+}
+
+TEST(RandomCases, RepeatAndReachEveryOption) {
+  EXPECT_EQ(random_case(3, 17).to_string(), random_case(3, 17).to_string());
+  int masks = 0, pieces = 0, lengths = 0, ranges = 0, detached = 0, dlse = 0, alibi = 0, key_mask = 0, pad = 0, skip = 0, bhnd = 0;
+  for (std::uint64_t index = 0; index < 200; ++index) {
+    const CheckCase one = random_case(3, index);
+    for (const Branch& branch : one.pattern.branches()) masks += branch.mask.has_value();
+    pieces += !one.cuts.empty();
+    lengths += !one.lengths.empty();
+    ranges += !one.query_ranges.empty();
+    detached += one.options.detached_mix;
+    dlse += one.dlse;
+    alibi += one.alibi;
+    key_mask += one.key_mask;
+    pad += one.pattern.pad_keys();
+    skip += one.pattern.long_segments() == LongSegments::skip;
+    bhnd += one.layout == Layout::bhnd;
+  }
+  for (const int count : {masks, pieces, lengths, ranges, detached, dlse, alibi, key_mask, pad, skip, bhnd}) EXPECT_GT(count, 5);
+}
+
+TEST(Numbers, ReadWell) {
+  EXPECT_EQ(with_commas(0), "0");
+  EXPECT_EQ(with_commas(131072), "131,072");
+  EXPECT_EQ(with_commas(-1000), "-1,000");
+  EXPECT_EQ(short_bytes(512), "512 B");
+  EXPECT_EQ(short_bytes(8.0 * 1024 * 1024 * 1024), "8.00 GiB");
+  EXPECT_EQ(short_count(1.34e9), "1.34 G");
+  EXPECT_EQ(short_count(12), "12");
+  EXPECT_EQ(short_duration(0.0123), "12.3 ms");
+  EXPECT_EQ(short_duration(125), "2 min 05 s");
+}
+
+TEST(Tables, AlignColumns) {
+  Table table({{"name", Align::left}, {"count"}});
+  table.add({"a", "1"});
+  table.add({"long \u00e9", "1,000"});
+  EXPECT_EQ(table.to_string(), "name    count\na           1\nlong \u00e9  1,000\n");
+}
+
+}  // namespace
+}  // namespace longspan::cli

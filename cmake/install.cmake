@@ -42,6 +42,6 @@ install(FILES ${PROJECT_BINARY_DIR}/longspan.pc DESTINATION ${CMAKE_INSTALL_LIBD
 if(TARGET longspan_cli)
   install(TARGETS longspan_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
   install(FILES ${PROJECT_SOURCE_DIR}/cli/completion/longspan.bash
-          DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions RENAME longspan OPTIONAL)
+          DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions RENAME longspan)
 endif()
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

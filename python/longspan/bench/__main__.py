@@ -1,0 +1,191 @@
+"""python -m longspan.bench [module] [encoder] [overhead]: prints ratios to torch and writes torch_*.json files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+import longspan
+from longspan.torch import DilatedAttention
+from longspan.torch import attention as torch_attention
+from longspan.torch.slide_encoder import DILATIONS, SEGMENTS, SlideEncoder
+
+from .composition import dilated_composition, longnet_composition
+from .timing import alternate, machine, microseconds
+
+MODULE_SEGMENTS, MODULE_DILATIONS = [2048, 4096, 8192], [1, 2, 4]
+
+
+def kernel_names(pattern: str, **problem) -> dict[str, str | None]:
+    plan = longspan.plan(pattern, **problem)
+    return {"forward": plan.kernel("forward"), "backward": plan.kernel("backward")}
+
+
+def bench_module(tokens: int, repeats: int, dtype: torch.dtype, causal: bool) -> dict:
+    """DilatedAttention, and the bare operator with given outputs, against the composition."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(1, tokens, 8, 64, generator=generator).to(dtype) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    module = DilatedAttention(MODULE_SEGMENTS, MODULE_DILATIONS)
+    peer = dilated_composition(MODULE_SEGMENTS, MODULE_DILATIONS)
+    out = torch.empty_like(query)
+    lse = torch.empty(1, 8, tokens)
+    grads = [torch.empty_like(query) for _ in range(3)]
+    options = dict(pattern=module.pattern, causal=causal)
+
+    def engine_forward():
+        longspan.attention(query, key, value, out=out, lse=lse, **options)
+
+    def engine_both():
+        engine_forward()
+        longspan.attention_backward(
+            query, key, value, out, lse, grad, dq=grads[0], dk=grads[1], dv=grads[2], **options
+        )
+
+    def forward(attend):
+        with torch.no_grad():
+            return attend(query, key, value, is_causal=causal)
+
+    def both(attend):
+        return torch.autograd.grad(attend(*leaves, is_causal=causal), leaves, grad)
+
+    error = (forward(module).float() - forward(peer).float()).abs().max().item()
+    seconds = alternate(
+        {
+            "forward": lambda: forward(module),
+            "engine_forward": engine_forward,
+            "torch_forward": lambda: forward(peer),
+            "forward_backward": lambda: both(module),
+            "engine_forward_backward": engine_both,
+            "torch_forward_backward": lambda: both(peer),
+        },
+        repeats,
+    )
+    ratios = {
+        f"{who}{step}": seconds[f"torch_{step}"]["median"] / seconds[f"{who}{step}"]["median"]
+        for who in ("", "engine_")
+        for step in ("forward", "forward_backward")
+    }
+    return {
+        "what": "DilatedAttention",
+        "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "causal": causal,
+        "heads": 8,
+        "head_dim": 64,
+        "segments": MODULE_SEGMENTS,
+        "dilations": MODULE_DILATIONS,
+        "kernels": kernel_names(module.pattern, tokens=tokens, heads=8, head_dim=64),
+        "largest_difference": error,
+        "seconds": seconds,
+        "times_faster_than_torch": ratios,
+    }
+
+
+def bench_encoder(tiles: int, repeats: int, layers: int) -> dict:
+    """The whole slide encoder over Longspan, and the same weights over torch's composition."""
+    torch.manual_seed(0)
+    ours = SlideEncoder(layers=layers).eval()
+    theirs = SlideEncoder(layers=layers, attend=longnet_composition(SEGMENTS, DILATIONS)).eval()
+    theirs.load_state_dict(ours.state_dict())
+    features = torch.randn(1, tiles, 1536)
+    cell = torch.arange(tiles)
+    coordinates = (torch.stack([cell // 128, cell % 128], dim=-1) * 256.0)[None]
+    with torch.inference_mode():
+        error = (ours(features, coordinates) - theirs(features, coordinates)).abs().max().item()
+        seconds = alternate(
+            {"encoder": lambda: ours(features, coordinates), "torch_encoder": lambda: theirs(features, coordinates)},
+            repeats,
+        )
+    return {
+        "what": "SlideEncoder",
+        "tokens": tiles + 1,
+        "layers": layers,
+        "width": 768,
+        "heads": 16,
+        "largest_difference": error,
+        "seconds": seconds,
+        "times_faster_than_torch": {"encoder": seconds["torch_encoder"]["median"] / seconds["encoder"]["median"]},
+    }
+
+
+def bench_overhead() -> dict:
+    """What a call costs beside its kernel: two rows of four numbers, on one thread."""
+    threads = longspan.num_threads(), torch.get_num_threads()
+    longspan.set_num_threads(1)
+    torch.set_num_threads(1)
+    try:
+        query, key, value = (torch.randn(1, 2, 1, 4) for _ in range(3))
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        pattern = str(longspan.dilated([2], [1]))
+        operator = longspan.Attention(longspan.Pattern.parse(pattern))
+        out, lse = torch_attention(query, key, value, pattern, return_lse=True)
+        grads = [torch.empty_like(query) for _ in range(3)]
+        raw = [longspan.torch.operator._raw("x", x) for x in (query, key, value, out, lse)]
+        raw_grads = [longspan.torch.operator._raw("x", x) for x in grads]
+        grad = torch.ones_like(out)
+        recorded = torch_attention(*leaves, pattern)
+
+        def without_gradients():
+            with torch.no_grad():
+                torch_attention(query, key, value, pattern)
+
+        result = {
+            "kernel_forward": microseconds(lambda: operator.forward(*raw)),
+            "kernel_backward": microseconds(lambda: operator.backward(*raw, raw[0], None, *raw_grads)),
+            "without_gradients": microseconds(without_gradients),
+            "recording_gradients": microseconds(lambda: torch_attention(*leaves, pattern)),
+            "backward": microseconds(lambda: torch.autograd.grad(recorded, leaves, grad, retain_graph=True)),
+        }
+    finally:
+        longspan.set_num_threads(0)
+        torch.set_num_threads(threads[1])
+    return {"what": "overhead", "microseconds": result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m longspan.bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", help="module, encoder, overhead; all without any")
+    parser.add_argument("--out", type=Path, help="folder for torch_<part>.json; without it JSON goes to standard output")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 131072], help="of the module benchmark")
+    parser.add_argument("--tiles", type=int, default=10_000, help="of the encoder benchmark (a class token is added)")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], nargs="*", default=["float32"])
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - {"module", "encoder", "overhead"}
+    if unknown:
+        parser.error(f"unknown part {sorted(unknown)[0]!r}: module, encoder and overhead are there")
+    torch.set_num_threads(longspan.num_threads())
+
+    makers = {
+        "module": lambda: [
+            bench_module(tokens, max(arguments.repeats, 40 if tokens <= 8192 else 0), getattr(torch, dtype), causal)
+            for tokens in arguments.tokens
+            for dtype in arguments.dtype
+            for causal in (False, True)
+        ],
+        "encoder": lambda: [bench_encoder(arguments.tiles, arguments.repeats, arguments.layers)],
+        "overhead": lambda: [bench_overhead()],
+    }
+    for part in arguments.parts or makers:
+        results = makers[part]()
+        for result in results:
+            numbers = result.get("times_faster_than_torch") or result["microseconds"]
+            label = f"{result['what']} {result.get('tokens', '')} {result.get('dtype', '')}".strip()
+            label += " causal" if result.get("causal") else ""
+            print(label, {name: round(value, 2) for name, value in numbers.items()}, file=sys.stderr)
+        text = json.dumps({"machine": machine(), "results": results}, indent=2) + "\n"
+        if arguments.out:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / f"torch_{part}.json").write_text(text)
+        else:
+            print(text)
+
+
+if __name__ == "__main__":
+    main()

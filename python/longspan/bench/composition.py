@@ -1,0 +1,78 @@
+"""What people write with torch's own operators: the peers that the benchmarks name. Fused attention on gathered rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def dilated_composition(segments: Sequence[int], dilations: Sequence[int]):
+    """Dilated attention by head groups out of scaled_dot_product_attention: gather the rows of each branch, attend,
+    scatter into a zeroed output, divide by the number of branches. Token counts must be multiples of the segments."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+        batch, tokens, heads, head_dim = query.shape
+        groups = len(segments)
+        out = torch.zeros_like(query)
+        first_head = 0
+        for index, (segment, dilation) in enumerate(zip(segments, dilations)):
+            owned = heads // groups + (1 if index < heads % groups else 0)
+            width = min(segment, tokens)
+            split = (batch, tokens // width, width, heads, head_dim)
+            rows = slice(index % dilation, None, dilation)
+            columns = slice(first_head, first_head + owned)
+
+            def gathered(x: Tensor) -> Tensor:
+                return x.view(split)[:, :, rows, columns].transpose(2, 3).flatten(0, 1)
+
+            result = functional.scaled_dot_product_attention(*map(gathered, (query, key, value)), is_causal=is_causal)
+            out.view(split)[:, :, rows, columns] = result.unflatten(0, split[:2]).transpose(2, 3)
+            first_head += owned
+        return out / groups
+
+    return attend
+
+
+def longnet_composition(segments: Sequence[int], dilations: Sequence[int]):
+    """torchscale's arithmetic out of torch's fused CPU attention, the one operator that also returns the sums: pad to
+    whole segments, keep every r-th row of each head group, attend to the zero rows too, mix branches by their sums.
+    Heads must be a multiple of each dilation. Signature of slide_encoder.AttentionFunction, without lengths."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def branch(q: Tensor, k: Tensor, v: Tensor, segment: int, dilation: int) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, head_dim = q.shape
+        width = min(segment, tokens)
+        pieces = math.ceil(tokens / width)
+        rows = math.ceil(width / dilation)
+        # [batch * pieces, rows, dilation (row offset), dilation (head group), heads of a group, head_dim]
+        blocks = (batch * pieces, rows, dilation, dilation, heads // dilation, head_dim)
+
+        def gathered(x: Tensor) -> Tensor:
+            x = functional.pad(x, (0, 0, 0, 0, 0, pieces * width - tokens)).reshape(-1, width, heads, head_dim)
+            x = functional.pad(x, (0, 0, 0, 0, 0, rows * dilation - width))
+            picked = x.view(blocks).diagonal(dim1=2, dim2=3)
+            return picked.permute(0, 4, 2, 1, 3).reshape(batch * pieces, heads, rows, head_dim)
+
+        def scattered(x: Tensor, fill: float) -> Tensor:
+            last = x.shape[-1]
+            whole = x.new_full((*blocks[:5], last), fill)
+            picked = x.view(batch * pieces, dilation, heads // dilation, rows, last).permute(0, 3, 2, 4, 1)
+            whole.diagonal(dim1=2, dim2=3).copy_(picked)
+            whole = whole.view(batch * pieces, rows * dilation, heads, last)[:, :width]
+            return whole.reshape(batch, pieces * width, heads, last)[:, :tokens]
+
+        out, lse, *_ = fused(*map(gathered, (q, k, v)))
+        if lse.shape[1] != heads:  # its layout differs between versions of torch
+            lse = lse.transpose(1, 2)
+        return scattered(out, 0.0), scattered(lse.unsqueeze(-1), -1e8)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
+        outs, sums = zip(*(branch(q, k, v, *pair) for pair in zip(segments, dilations)))
+        weights = torch.stack([x.detach() for x in sums]).softmax(0).to(q.dtype)
+        return sum(out * weight for out, weight in zip(outs, weights))
+
+    return attend

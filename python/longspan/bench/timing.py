@@ -1,0 +1,60 @@
+"""Timing of functions that alternate, and what a result file says about the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import longspan
+
+
+def alternate(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of each function: median and best of `repeats`. They take turns, so that a busy machine slows all alike;
+    the pause lets torch's threads, which spin after a call, go to sleep."""
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(repeats):
+        for name, function in functions.items():
+            time.sleep(0.03)
+            start = time.perf_counter()
+            function()
+            samples[name].append(time.perf_counter() - start)
+    return {name: {"median": statistics.median(taken), "best": min(taken)} for name, taken in samples.items()}
+
+
+def microseconds(function: Callable[[], object], calls: int = 100, repeats: int = 100) -> float:
+    """Best time of one call, for functions too short to time alone."""
+    function()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best * 1e6
+
+
+def machine() -> dict[str, object]:
+    """What the numbers depend on."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "threads": longspan.num_threads(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "longspan": longspan.__version__,
+        "commit": longspan.__commit__,
+        "date": time.strftime("%Y-%m-%d"),
+    }

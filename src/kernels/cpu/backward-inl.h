@@ -17,25 +17,73 @@ namespace longspan::cpu {
 namespace HWY_NAMESPACE {
 namespace {
 
-/// How float products lay out the tiles of the backward.
-struct FloatBackward : FloatLayout {
-  using FloatLayout::FloatLayout;
+/// How register tiles run the five products.
+template <class Layout>
+struct VectorBackward : Layout {
+  using Layout::Layout;
+  using Products = typename Layout::Products;
+  static constexpr int kPerUnit = Products::kPerUnit;
+  static constexpr int kRows = kScoreRows;
   static constexpr int kPanel = kScoreVectors * kLanes;
-  static constexpr std::int64_t kQueryTile = 48;
-  static constexpr std::int64_t kKeyTile = 96;
-  static constexpr bool kPairs = false;
+  static constexpr std::int64_t kQueryTile = kPerUnit == 2 ? 96 : 48;
+  static constexpr std::int64_t kKeyTile = kPerUnit == 2 ? 192 : 96;
+  static constexpr bool kClearUnseen = false;
+  static_assert(kKeyTile % kPanel == 0 && kKeyTile % kTileRows == 0 && kQueryTile % kRows == 0 && kQueryTile % kTileRows == 0);
 
-  /// What is missing of dk when packed queries carry query_factor.
-  float key_gradient_factor(float scale) const { return kFused ? kLn2 : std::abs(scale); }
+  static void begin() {}
+  static void end() {}
 
   /// Weights and dscores of rows row, row + 1 and the kLanes keys at `key`.
-  static HWY_INLINE void put(float* weights, float* dscores, float*, std::int64_t row, std::int64_t key, V w0, V w1, V d0, V d1) {
-    store(w0, weights + row * kKeyTile + key);
-    store(w1, weights + (row + 1) * kKeyTile + key);
-    store(d0, dscores + row * kKeyTile + key);
-    store(d1, dscores + (row + 1) * kKeyTile + key);
+  static HWY_INLINE void put(float* weights, float* dscores, float* dscore_rows, std::int64_t row, std::int64_t key, V w0, V w1, V d0,
+                             V d1) {
+    if constexpr (kPerUnit == 2) {
+      Layout::template put_pairs<kKeyTile>(weights, dscores, dscore_rows, row, key, w0, w1, d0, d1);
+    } else {
+      store(w0, weights + row * kKeyTile + key);
+      store(w1, weights + (row + 1) * kKeyTile + key);
+      store(d0, dscores + row * kKeyTile + key);
+      store(d1, dscores + (row + 1) * kKeyTile + key);
+    }
   }
+
+  /// kRows rows of q (and of dout) times `vectors` vectors of one panel.
+  HWY_INLINE void score_tiles(int vectors, const float* q, const float* dout, const float* k_panel, const float* v_panel,
+                              float* scores, float* dweights) const {
+    const int inner = static_cast<int>(this->product_depth());
+    const std::int64_t stride = this->query_stride_backward();
+    product_some<Products, kRows, kScoreVectors>(vectors, q, stride, k_panel, kPanel, inner, scores, kPanel);
+    product_some<Products, kRows, kScoreVectors>(vectors, dout, stride, v_panel, kPanel, inner, dweights, kPanel);
+  }
+
+  /// sums of the tile's keys += a^T b, six keys at a time, from the first rows that see them on.
+  HWY_INLINE void add_to_keys(const float* a, const float* b, float* sums, std::int64_t key, std::int64_t tile_keys, std::int64_t,
+                              std::int64_t rows, const std::int64_t* seen) const {
+    const std::int64_t width = this->columns, groups = (rows + kRows - 1) / kRows, end = (rows + kPerUnit - 1) / kPerUnit;
+    std::int64_t group = 0;
+    for (std::int64_t k = 0; k < tile_keys; k += kTileRows) {
+      while (group < groups && seen[group] <= k) ++group;
+      const std::int64_t from = group * kRows / kPerUnit;
+      if (from >= end) break;
+      accumulate_columns<Products, true, false, kTileRows>(width, a + from * kKeyTile + k, kKeyTile, b + from * width, width,
+                                                           static_cast<int>(end - from), sums + (key + k) * width, width, nullptr);
+    }
+  }
+  /// dq of the tile's rows += dscores k.
+  HWY_INLINE void add_to_queries(const float* dscore_rows, const float* k_values, float* dq, std::int64_t rows,
+                                 const std::int64_t* seen) const {
+    const std::int64_t width = this->columns;
+    for (std::int64_t row = 0; row < rows; row += kTileRows) {
+      const std::int64_t most = std::max(seen[row / kRows], seen[std::min(row + kTileRows - 1, rows - 1) / kRows]);
+      if (most <= 0) continue;
+      accumulate_columns<Products, false, false, kTileRows>(width, dscore_rows + row * kKeyTile / kPerUnit, kKeyTile / kPerUnit, k_values,
+                                                            width, static_cast<int>((most + kPerUnit - 1) / kPerUnit), dq + row * width,
+                                                            width, nullptr);
+    }
+  }
+  /// Sums of key `key`, one row.
+  const float* key_sums(const float* sums, std::int64_t key, std::int64_t, float*) const { return sums + key * this->columns; }
 };
+using FloatBackward = VectorBackward<FloatLayout>;
 
 /// Adds to (or sets) a row of sums.
 HWY_INLINE void add_row(float* target, const float* source, float factor, std::int64_t columns, bool add) {
@@ -55,6 +103,7 @@ struct BackwardMemory {
   BackwardMemory(Carver& carver, const Scheme& scheme, std::int64_t key_count) {
     const std::int64_t keys = round_up(key_count, Scheme::kKeyTile), columns = scheme.columns;
     constexpr std::int64_t kTile = Scheme::kQueryTile * Scheme::kKeyTile / Scheme::Products::kPerUnit;
+    constexpr bool kPairs = Scheme::Products::kPerUnit == 2;
     k_rows = carver.take<const std::byte*>(keys);
     v_rows = carver.take<const std::byte*>(keys);
     k_panels = carver.take<float>(keys * scheme.depth);
@@ -65,31 +114,29 @@ struct BackwardMemory {
     excluded = carver.take<float>(keys);
     q = carver.take<float>(Scheme::kQueryTile * columns);
     dout = carver.take<float>(Scheme::kQueryTile * columns);
-    q_pairs = Scheme::kPairs ? carver.take<float>(Scheme::kQueryTile * columns / 2) : q;
-    dout_pairs = Scheme::kPairs ? carver.take<float>(Scheme::kQueryTile * columns / 2) : dout;
+    q_pairs = kPairs ? carver.take<float>(Scheme::kQueryTile * columns / 2) : q;
+    dout_pairs = kPairs ? carver.take<float>(Scheme::kQueryTile * columns / 2) : dout;
     lse = carver.take<float>(Scheme::kQueryTile);
     delta = carver.take<float>(Scheme::kQueryTile);
     limits = carver.take<std::int64_t>(Scheme::kQueryTile);
     dq = carver.take<float>(Scheme::kQueryTile * columns);
     weights = carver.take<float>(kTile);
     dscores = carver.take<float>(kTile);
-    dscore_rows = Scheme::kPairs ? carver.take<float>(kTile) : dscores;
-    score_tile = carver.take<float>(kScoreRows * Scheme::kPanel);
-    dweight_tile = carver.take<float>(kScoreRows * Scheme::kPanel);
-    bias = carver.take<float>(kScoreRows * Scheme::kKeyTile);
-    keep = carver.take<float>(kScoreRows * Scheme::kKeyTile);
-    scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.depth, 2 * kMaxHeadDim));
+    dscore_rows = kPairs ? carver.take<float>(kTile) : dscores;
+    score_tile = carver.take<float>(Scheme::kRows * Scheme::kPanel);
+    dweight_tile = carver.take<float>(Scheme::kRows * Scheme::kPanel);
+    bias = carver.take<float>(Scheme::kRows * Scheme::kKeyTile);
+    keep = carver.take<float>(Scheme::kRows * Scheme::kKeyTile);
+    scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.columns, Scheme::kQueryTile / 2 * columns));
   }
 };
 
 template <class Scheme, class Policy>
 class BackwardRun {
-  using Products = typename Scheme::Products;
-  static constexpr int kPerUnit = Products::kPerUnit;
   static constexpr std::int64_t kQueryTile = Scheme::kQueryTile, kKeyTile = Scheme::kKeyTile;
-  static constexpr std::int64_t kGroups = kQueryTile / kScoreRows;
-  static_assert(kKeyTile % Scheme::kPanel == 0 && kKeyTile % kTileRows == 0 && kKeyTile % kChunk == 0);
-  static_assert(kQueryTile % kScoreRows == 0 && kQueryTile % kTileRows == 0 && kScoreRows % 2 == 0);
+  static constexpr int kRows = Scheme::kRows;
+  static constexpr std::int64_t kGroups = kQueryTile / kRows;
+  static_assert(kKeyTile % kChunk == 0 && kRows % 2 == 0);
 
  public:
   BackwardRun(const BackwardShared& shared, const BackwardTask& task, std::byte* memory)
@@ -98,6 +145,7 @@ class BackwardRun {
         dweight_factor_(shared.output_scale * shared.keep_factor) {}
 
   void run() {
+    Scheme::begin();
     load_keys();
     std::int64_t first_row = 0;
     const bool one_ticket = shared_.ranges.size() > 1;
@@ -107,6 +155,7 @@ class BackwardRun {
       first_row += range.count;
     }
     if (task_.tickets && one_ticket) pass_on(task_.tickets[0]);
+    Scheme::end();
     write_keys();
   }
 
@@ -193,8 +242,8 @@ class BackwardRun {
       m_.k_rows[i] = q;  // keys are packed by now: their pointers' place is free
       m_.v_rows[i] = dout;
     }
-    scheme_.pack_queries(m_.q, m_.q_pairs, m_.k_rows, kQueryTile, scheme_.query_factor);
-    scheme_.pack_queries(m_.dout, m_.dout_pairs, m_.v_rows, kQueryTile, 1.0f);
+    scheme_.pack_queries(m_.q, m_.q_pairs, m_.k_rows, kQueryTile, scheme_.query_factor, m_.scratch);
+    scheme_.pack_queries(m_.dout, m_.dout_pairs, m_.v_rows, kQueryTile, 1.0f, m_.scratch);
     std::memset(m_.dq, 0, static_cast<std::size_t>(kQueryTile * scheme_.columns) * sizeof(float));
   }
 
@@ -211,39 +260,20 @@ class BackwardRun {
     std::int64_t most[kGroups];
     const std::int64_t tile_keys = std::min(kKeyTile, keys() - key);
     if (!weigh(tile, count, key, tile_keys, most)) return;
-    const std::int64_t columns = scheme_.columns, groups = (count + kScoreRows - 1) / kScoreRows;
-    const std::int64_t depth_end = (count + kPerUnit - 1) / kPerUnit;
-    // dv and dk, six keys at a time, from the first rows that see them on.
-    for (int product = 0; product < 2; ++product) {
-      const float* const a = product == 0 ? m_.weights : m_.dscores;
-      const float* const b = product == 0 ? m_.dout_pairs : m_.q_pairs;
-      float* const sums = (product == 0 ? m_.dv : m_.dk) + key * columns;
-      std::int64_t group = 0;
-      for (std::int64_t k = 0; k < tile_keys; k += kTileRows) {
-        while (group < groups && most[group] <= k) ++group;
-        const std::int64_t from = group * kScoreRows / kPerUnit;
-        if (from >= depth_end) break;
-        accumulate_columns<Products, true, false>(columns, a + from * kKeyTile + k, kKeyTile, b + from * columns, columns,
-                                                  static_cast<int>(depth_end - from), sums + k * columns, columns, nullptr);
-      }
-    }
-    for (std::int64_t row = 0; row < count; row += kTileRows) {
-      const std::int64_t seen = std::max(most[row / kScoreRows], most[std::min(row + kTileRows - 1, count - 1) / kScoreRows]);
-      if (seen <= 0) continue;
-      accumulate_columns<Products, false, false>(columns, m_.dscore_rows + row * kKeyTile / kPerUnit, kKeyTile / kPerUnit,
-                                                 m_.k_values + scheme_.value_offset(key), columns,
-                                                 static_cast<int>((seen + kPerUnit - 1) / kPerUnit), m_.dq + row * columns, columns, nullptr);
-    }
+    const std::int64_t padded = round_up(keys(), kKeyTile);
+    scheme_.add_to_keys(m_.weights, m_.dout_pairs, m_.dv, key, tile_keys, padded, count, most);
+    scheme_.add_to_keys(m_.dscores, m_.q_pairs, m_.dk, key, tile_keys, padded, count, most);
+    scheme_.add_to_queries(m_.dscore_rows, m_.k_values + scheme_.value_offset(key), m_.dq, count, most);
   }
 
   /// Fills weights and dscores of a tile; most[group] is how many keys the group's rows see. False if none does.
   HWY_INLINE bool weigh(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys, std::int64_t* most) {
     bool any = false;
     const std::int64_t base = task_.key_begin + key;
-    for (std::int64_t row = 0; row < count; row += kScoreRows) {
+    for (std::int64_t row = 0; row < count; row += kRows) {
       std::int64_t seen = 0;
       std::uint32_t chunks = 0;
-      for (int i = 0; i < kScoreRows; ++i) {
+      for (int i = 0; i < kRows; ++i) {
         const std::int64_t limit = std::clamp<std::int64_t>(m_.limits[row + i] - base, 0, tile_keys);
         seen = std::max(seen, limit);
         if constexpr (Policy::kActive) {
@@ -254,9 +284,9 @@ class BackwardRun {
           chunks |= own & ((1u << ((tile_keys + kChunk - 1) / kChunk)) - 1);
         }
       }
-      most[row / kScoreRows] = seen;
+      most[row / kRows] = seen;
       if (seen == 0) {
-        if constexpr (Policy::kActive) clear_rows(row, 0);
+        if constexpr (Policy::kActive || Scheme::kClearUnseen) clear_rows(row, 0);
         continue;
       }
       if (Policy::kActive && chunks == 0) {
@@ -267,33 +297,33 @@ class BackwardRun {
       for (std::int64_t panel = 0; panel < seen; panel += Scheme::kPanel) score_panel(row, base, key, panel, seen, tile_keys);
       if (seen < kKeyTile) clear_rows(row, round_up(seen, kLanes));
     }
+    if (Scheme::kClearUnseen && any) {
+      for (std::int64_t row = round_up(count, kRows); row < round_up(count, 2 * kRows); row += kRows) clear_rows(row, 0);
+    }
     return any;
   }
 
   /// Zeros beyond key `from` in the rows of a group.
   void clear_rows(std::int64_t row, std::int64_t from) {
     const V zero = hn::Zero(kFloat);
-    for (int i = 0; i < kScoreRows; i += 2) {
+    for (int i = 0; i < kRows; i += 2) {
       for (std::int64_t key = from; key < kKeyTile; key += kLanes) {
         Scheme::put(m_.weights, m_.dscores, m_.dscore_rows, row + i, key, zero, zero, zero, zero);
       }
     }
   }
 
-  /// Scores of kScoreRows rows and one panel of keys, turned into weights and dscores.
+  /// Scores of kRows rows and one panel of keys, turned into weights and dscores.
   HWY_INLINE void score_panel(std::int64_t row, std::int64_t base, std::int64_t key, std::int64_t panel, std::int64_t seen,
                               std::int64_t tile_keys) {
     constexpr std::int64_t kPanel = Scheme::kPanel;
-    const int vectors = static_cast<int>(std::min<std::int64_t>(kScoreVectors, (seen - panel + kLanes - 1) / kLanes));
+    const int vectors = static_cast<int>(std::min<std::int64_t>(kPanel / kLanes, (seen - panel + kLanes - 1) / kLanes));
     const std::int64_t offset = (key + panel) * scheme_.depth, stride = scheme_.query_stride_backward();
-    const int depth = static_cast<int>(scheme_.product_depth());
-    product_some<Products, kScoreRows, kScoreVectors>(vectors, m_.q + row * stride, stride, m_.k_panels + offset, kPanel, depth,
-                                                      m_.score_tile, kPanel);
-    product_some<Products, kScoreRows, kScoreVectors>(vectors, m_.dout + row * stride, stride, m_.v_panels + offset, kPanel, depth,
-                                                      m_.dweight_tile, kPanel);
+    scheme_.score_tiles(vectors, m_.q + row * stride, m_.dout + row * stride, m_.k_panels + offset, m_.v_panels + offset, m_.score_tile,
+                        m_.dweight_tile);
     const std::int64_t least = std::min(tile_keys, m_.limits[row] - base);  // limits ascend, the group's first is its least
-    const bool ragged = least < panel + vectors * kLanes || m_.limits[row + kScoreRows - 1] == 0;
-    for (int i = 0; i < kScoreRows; i += 2) {
+    const bool ragged = least < panel + vectors * kLanes || m_.limits[row + kRows - 1] == 0;
+    for (int i = 0; i < kRows; i += 2) {
       for (int vector = 0; vector < vectors; ++vector) {
         V w[2], d[2];
         HWY_UNROLL(2)
@@ -330,10 +360,11 @@ class BackwardRun {
 
   void write_keys() {
     const float dk_factor = scheme_.key_gradient_factor(shared_.scale);
+    const std::int64_t padded = round_up(keys(), kKeyTile);
     for (std::int64_t i = 0; i < keys(); ++i) {
       const std::int64_t position = task_.strand.start + (task_.key_begin + i) * task_.strand.stride;
-      write_key(shared_.dk, shared_.dk_sums, position, m_.dk + i * scheme_.columns, dk_factor);
-      write_key(shared_.dv, shared_.dv_sums, position, m_.dv + i * scheme_.columns, dweight_factor_);
+      write_key(shared_.dk, shared_.dk_sums, position, scheme_.key_sums(m_.dk, i, padded, m_.q), dk_factor);
+      write_key(shared_.dv, shared_.dv_sums, position, scheme_.key_sums(m_.dv, i, padded, m_.dout), dweight_factor_);
     }
   }
   void write_key(const TensorView& view, const FloatRows& sums, std::int64_t position, const float* source, float factor) {

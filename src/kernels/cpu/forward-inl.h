@@ -16,54 +16,42 @@ namespace longspan::cpu {
 namespace HWY_NAMESPACE {
 namespace {
 
-/// How float products run the two products of a group.
-struct FloatForward : FloatLayout {
-  using FloatLayout::FloatLayout;
+/// How register tiles run the two products of a group.
+template <class Layout>
+struct VectorForward : Layout {
+  using Layout::Layout;
+  using Products = typename Layout::Products;
   static constexpr int kGroup = kTileRows;
   static constexpr int kPanel = kTileVectors * kLanes;
   static constexpr std::int64_t kKeyBlock = 512;
-  static constexpr bool kSeparateWeights = false;  // weights overwrite scores
-  static constexpr std::int64_t kWeightStride = kKeyBlock;  // units
+  static constexpr std::int64_t kScoreStride = kKeyBlock;
   static constexpr std::int64_t kRunMultiple = kChunk;
 
-  /// scores[row][begin .. end) for the group's rows; begin and end are multiples of 16 (end of kLanes).
-  void scores(const float* q, const float* k_panels, std::int64_t begin, std::int64_t end, float* scores) const {
+  static void begin() {}
+  static void end() {}
+
+  /// scores[row][begin .. end) for the group's `rows`; begin is a multiple of kRunMultiple.
+  void scores(std::int64_t rows, const float* q, const float* k_panels, std::int64_t begin, std::int64_t end, float* scores) const {
     for (std::int64_t key = begin / kPanel * kPanel; key < end; key += kPanel) {
       const int vectors = static_cast<int>(std::min<std::int64_t>(kTileVectors, (end - key + kLanes - 1) / kLanes));
-      product_some<Products, kGroup, kTileVectors>(vectors, q, depth, k_panels + key * depth, kPanel,
-                                                   static_cast<int>(head_dim), scores + key, kKeyBlock);
+      const float* const panel = k_panels + key * this->depth;
+      const int inner = static_cast<int>(this->product_depth());
+      if (rows == 1) product_some<Products, 1, kTileVectors>(vectors, q, 0, panel, kPanel, inner, scores + key, 0);
+      else product_some<Products, kGroup, kTileVectors>(vectors, q, this->query_stride(), panel, kPanel, inner, scores + key, kScoreStride);
     }
   }
   /// out = corrections * out + weights[.. begin .. end) * values.
-  void outputs(const float* weights, const float* values, std::int64_t begin, std::int64_t end, float* out,
+  void outputs(std::int64_t rows, const float* weights, const float* values, std::int64_t begin, std::int64_t end, float* out,
                const float* corrections) const {
-    accumulate_columns<Products, false, true>(columns, weights + begin, kKeyBlock, values + begin * columns, columns,
-                                              static_cast<int>(end - begin), out, columns, corrections);
-  }
-  /// weights = exp2((scores - base) * factor) for keys below limit, 0 up to end; their sum (before dropout) joins `sums`.
-  template <bool kKeep>
-  static HWY_INLINE V weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor, float base,
-                              const float* keep, V sums) {
-    const V scale = broadcast(factor), largest = broadcast(base), shift = broadcast(-base * factor);
-    std::int64_t key = 0;
-    for (; key + kLanes <= limit; key += kLanes) {
-      V weight = exp2<kExpDegree>(exponent(load(scores + key), largest, shift, scale));
-      sums = hn::Add(sums, weight);
-      if constexpr (kKeep) weight = hn::And(weight, load(keep + key));
-      store(weight, weights + key);
-    }
-    if (key < limit) {
-      V weight = exp2<kExpDegree>(exponent(load(scores + key), largest, shift, scale));
-      weight = hn::IfThenElseZero(hn::FirstN(kFloat, static_cast<std::size_t>(limit - key)), weight);
-      sums = hn::Add(sums, weight);
-      if constexpr (kKeep) weight = hn::And(weight, load(keep + key));
-      store(weight, weights + key);
-      key += kLanes;
-    }
-    for (; key < end; key += kLanes) store(hn::Zero(kFloat), weights + key);
-    return sums;
+    const float* const a = weights + begin / Products::kPerUnit;
+    const float* const b = values + this->value_offset(begin);
+    const int inner = static_cast<int>((end - begin + Products::kPerUnit - 1) / Products::kPerUnit);
+    const std::int64_t width = this->columns;
+    if (rows == 1) accumulate_columns<Products, false, true, 1>(width, a, 0, b, width, inner, out, 0, corrections);
+    else accumulate_columns<Products, false, true, kGroup>(width, a, kScoreStride, b, width, inner, out, width, corrections);
   }
 };
+using FloatForward = VectorForward<FloatLayout>;
 
 /// The largest of scores[0 .. limit) and `largest`.
 HWY_INLINE float row_max(const float* scores, std::int64_t limit, float largest) {
@@ -84,7 +72,7 @@ HWY_INLINE float row_max(const float* scores, std::int64_t limit, float largest)
 template <class Scheme>
 struct ForwardMemory {
   const std::byte **k_rows, **v_rows;
-  float *q, *out, *largest, *sums, *k_panels, *values, *scores, *weights, *scratch, *corrections;
+  float *q, *out, *largest, *sums, *k_panels, *values, *scores, *scratch, *corrections;
   float *bias, *keep, *excluded;
   std::int64_t* limits;
 
@@ -99,8 +87,7 @@ struct ForwardMemory {
     limits = carver.take<std::int64_t>(padded);
     k_panels = carver.take<float>(round_up(block, Scheme::kPanel) * scheme.depth);
     values = carver.take<float>(Scheme::value_floats(block, scheme.columns));
-    scores = carver.take<float>(Scheme::kGroup * block);
-    weights = Scheme::kSeparateWeights ? carver.take<float>(Scheme::kGroup * Scheme::kWeightStride) : scores;
+    scores = carver.take<float>(Scheme::kGroup * Scheme::kScoreStride);
     scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.depth, kMaxHeadDim));
     corrections = carver.take<float>(Scheme::kGroup);
     bias = carver.take<float>(block);
@@ -118,6 +105,7 @@ class ForwardRun {
         rows_{task.heads, task.rows.begin, task.rows.count} {}
 
   void run() {
+    Scheme::begin();
     load_queries();
     const std::int64_t last = rows_.begin + rows_.count;
     const std::int64_t key_end = shared_.causal ? std::min(last, task_.strand.count) : task_.strand.count;
@@ -130,6 +118,7 @@ class ForwardRun {
       policy_.begin_keys(block, keys, m_.excluded);
       for (std::int64_t group = 0; group < rows_.size(); group += Scheme::kGroup) attend(group, block, keys);
     }
+    Scheme::end();
     for (std::int64_t row = 0; row < rows_.size(); ++row) finish(row);
   }
 
@@ -201,12 +190,13 @@ class ForwardRun {
     }
     if (most == 0) return;
     Run runs[Scheme::kKeyBlock / kChunk] = {{0, most}};
+    const std::int64_t valid = std::min<std::int64_t>(Scheme::kGroup, rows_.size() - group);
     const int run_count = Policy::kActive ? find_runs(any, most, runs) : 1;
     for (int run = 0; run < run_count; ++run) {
-      scheme_.scores(m_.q + group * scheme_.query_stride(), m_.k_panels, runs[run].begin, runs[run].end, m_.scores);
+      scheme_.scores(valid, m_.q + group * scheme_.query_stride(), m_.k_panels, runs[run].begin, runs[run].end, m_.scores);
     }
-    for (int i = 0; i < Scheme::kGroup; ++i) {
-      float* const scores = m_.scores + i * Scheme::kKeyBlock;
+    for (int i = 0; i < valid; ++i) {
+      float* const scores = m_.scores + i * Scheme::kScoreStride;
       float factor = scheme_.score_factor;
       if constexpr (Policy::kActive) {
         factor = 1.0f;
@@ -219,7 +209,7 @@ class ForwardRun {
     }
     const float* corrections = m_.corrections;
     for (int run = 0; run < run_count; ++run) {
-      scheme_.outputs(m_.weights, m_.values, runs[run].begin, runs[run].end, m_.out + group * scheme_.columns, corrections);
+      scheme_.outputs(valid, m_.scores, m_.values, runs[run].begin, runs[run].end, m_.out + group * scheme_.columns, corrections);
       corrections = kOnes;
     }
   }
@@ -235,7 +225,7 @@ class ForwardRun {
 
   /// Streaming softmax of one row: scores to weights, new maximum, correction of what was summed before.
   HWY_INLINE void soften(std::int64_t row, int in_group, float* scores, std::int64_t limit, float factor, const Run* runs, int run_count) {
-    float* const weights = m_.weights + in_group * Scheme::kWeightStride;
+    // Weights take the place of scores: they are no wider, and written after what they cover was read.
     const float before = m_.largest[row];
     float largest = before;
     for (int run = 0; run < run_count; ++run) {
@@ -246,7 +236,7 @@ class ForwardRun {
     V sums = hn::Mul(load(m_.sums + row * kLanes), broadcast(correction));
     for (int run = 0; run < run_count; ++run) {
       const std::int64_t begin = runs[run].begin;
-      sums = Scheme::template weights<Policy::kActive>(scores + begin, weights + begin / Scheme::Products::kPerUnit,
+      sums = Scheme::template weights<Policy::kActive>(scores + begin, scores + begin / Scheme::Products::kPerUnit,
                                                        std::clamp<std::int64_t>(limit - begin, 0, runs[run].end - begin),
                                                        runs[run].end - begin, factor, base, m_.keep + begin, sums);
     }

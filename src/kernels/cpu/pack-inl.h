@@ -115,10 +115,15 @@ struct FloatLayout {
   void pack_query(float* target, const std::byte* row, float factor) const {
     widen_any(dtype, target, row, factor, head_dim, depth);
   }
+  template <bool kKeep>
+  static V weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor, float base,
+                   const float* keep, V sums);
+  /// What is missing of dk when packed queries carry query_factor.
+  static float key_gradient_factor(float scale) { return kFused ? kLn2 : std::abs(scale); }
   /// A tile of queries (or of dout) for the backward: rows serve as a of the score products and as b of dk and dv.
   std::int64_t product_depth() const { return head_dim; }
   std::int64_t query_stride_backward() const { return columns; }
-  HWY_NOINLINE void pack_queries(float* target, float*, const std::byte* const* rows, std::int64_t count, float factor) const {
+  HWY_NOINLINE void pack_queries(float* target, float*, const std::byte* const* rows, std::int64_t count, float factor, float*) const {
     for (std::int64_t row = 0; row < count; ++row) widen_any(dtype, target + row * columns, rows[row], factor, head_dim, columns);
   }
   HWY_NOINLINE void pack_values(float* target, const std::byte* const* rows, std::int64_t keys) const {
@@ -128,6 +133,30 @@ struct FloatLayout {
     }
   }
 };
+
+/// weights = exp2((scores - base) * factor) for keys below limit, 0 up to end; their sum (before dropout) joins `sums`.
+template <bool kKeep>
+HWY_INLINE V FloatLayout::weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor, float base,
+                                  const float* keep, V sums) {
+  const V scale = broadcast(factor), largest = broadcast(base), shift = broadcast(-base * factor);
+  std::int64_t key = 0;
+  for (; key + kLanes <= limit; key += kLanes) {
+    V weight = exp2<kExpDegree>(exponent(load(scores + key), largest, shift, scale));
+    sums = hn::Add(sums, weight);
+    if constexpr (kKeep) weight = hn::And(weight, load(keep + key));
+    store(weight, weights + key);
+  }
+  if (key < limit) {
+    V weight = exp2<kExpDegree>(exponent(load(scores + key), largest, shift, scale));
+    weight = hn::IfThenElseZero(hn::FirstN(kFloat, static_cast<std::size_t>(limit - key)), weight);
+    sums = hn::Add(sums, weight);
+    if constexpr (kKeep) weight = hn::And(weight, load(keep + key));
+    store(weight, weights + key);
+    key += kLanes;
+  }
+  for (; key < end; key += kLanes) store(hn::Zero(kFloat), weights + key);
+  return sums;
+}
 
 /// Pointers to rows [begin, begin + count) of a strand, zero_row() for those that key_mask excludes or no piece has, and
 /// for the rest up to `padded`.

@@ -101,14 +101,14 @@ HWY_INLINE void accumulate_some(int vectors, const float* a, std::int64_t a_stri
 }
 
 /// The same over all `columns` (whole vectors), cut into tiles of as equal width as possible.
-template <class Products, bool kTransposed, bool kFactors>
+template <class Products, bool kTransposed, bool kFactors, int kRows>
 HWY_INLINE void accumulate_columns(std::int64_t columns, const float* a, std::int64_t a_stride, const float* b,
                                    std::int64_t b_stride, int depth, float* c, std::int64_t c_stride,
                                    const float* row_factors) {
   int vectors = static_cast<int>(columns / kLanes);
   for (int tiles = (vectors + kTileVectors - 1) / kTileVectors; tiles > 0; --tiles) {
     const int width = (vectors + tiles - 1) / tiles;
-    accumulate_some<Products, kTransposed, kFactors, kTileRows, kTileVectors>(width, a, a_stride, b, b_stride, depth, c,
+    accumulate_some<Products, kTransposed, kFactors, kRows, kTileVectors>(width, a, a_stride, b, b_stride, depth, c,
                                                                               c_stride, row_factors);
     b += width * kLanes;
     c += width * kLanes;

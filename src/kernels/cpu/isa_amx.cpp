@@ -1,0 +1,39 @@
+// The CPU engine for AMX-BF16: tiles of bfloat16 pairs, AVX-512 for everything between the products.
+#include "hwy/detect_targets.h"
+#undef HWY_TARGET
+#define HWY_TARGET HWY_AVX3
+#include "hwy/highway.h"
+#undef HWY_TARGET_STR
+#define HWY_TARGET_STR HWY_TARGET_STR_AVX3 ",avx512bf16,amx-tile,amx-bf16"
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "kernels/cpu/isa.h"
+#include "kernels/cpu/tiles-inl.h"
+#include "kernels/cpu/tiles.h"
+
+namespace longspan::cpu {
+
+bool tiles_permitted() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return permitted;
+#else
+  return false;
+#endif
+}
+
+constinit const Engine kAmxEngine = {.name = "cpu-amx",
+                                     .missing = missing_amx,
+                                     .bf16_products = true,
+                                     .forward_row_budget = 128 * 1024,
+                                     .backward_key_budget = 128 * 1024,
+                                     .backward_key_tile = N_AVX3::TileBackward::kKeyTile,
+                                     .forward_bytes = N_AVX3::forward_bytes<N_AVX3::TileForward>,
+                                     .backward_bytes = N_AVX3::backward_bytes<N_AVX3::TileBackward>,
+                                     .forward = N_AVX3::forward<N_AVX3::TileForward>,
+                                     .backward = N_AVX3::backward<N_AVX3::TileBackward>,
+                                     .store_row = N_AVX3::store_row};
+
+}  // namespace longspan::cpu

@@ -1,0 +1,25 @@
+// The CPU engine for AVX-512 with BF16: dot products of bfloat16 pairs.
+#include "hwy/detect_targets.h"
+#undef HWY_TARGET
+#define HWY_TARGET HWY_AVX3
+#include "hwy/highway.h"
+#undef HWY_TARGET_STR
+#define HWY_TARGET_STR HWY_TARGET_STR_AVX3 ",avx512bf16"
+#include "kernels/cpu/isa.h"
+#include "kernels/cpu/pairs-inl.h"
+
+namespace longspan::cpu {
+
+constinit const Engine kAvx512Bf16Engine = {.name = "cpu-avx512-bf16",
+                                            .missing = missing_avx512_bf16,
+                                            .bf16_products = true,
+                                            .forward_row_budget = 128 * 1024,
+                                            .backward_key_budget = 128 * 1024,
+                                            .backward_key_tile = N_AVX3::VectorBackward<N_AVX3::PairLayout<1>>::kKeyTile,
+                                            .forward_bytes = N_AVX3::forward_bytes<N_AVX3::VectorForward<N_AVX3::PairLayout<1>>>,
+                                            .backward_bytes = N_AVX3::backward_bytes<N_AVX3::VectorBackward<N_AVX3::PairLayout<1>>>,
+                                            .forward = N_AVX3::forward<N_AVX3::VectorForward<N_AVX3::PairLayout<1>>>,
+                                            .backward = N_AVX3::backward<N_AVX3::VectorBackward<N_AVX3::PairLayout<1>>>,
+                                            .store_row = N_AVX3::store_row};
+
+}  // namespace longspan::cpu

@@ -1,0 +1,9 @@
+// Permission to use AMX tiles, which Linux gives on request only.
+#pragma once
+
+namespace longspan::cpu {
+
+/// Asks once per process; false if the system has none or refuses.
+bool tiles_permitted();
+
+}  // namespace longspan::cpu

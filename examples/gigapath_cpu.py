@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 
+import numpy
 import torch
 
 import longspan
@@ -44,7 +46,9 @@ def original_encoder(arguments: argparse.Namespace):
     sys.path.insert(0, arguments.gigapath)
     from gigapath import slide_encoder
 
-    model = slide_encoder.LongNetViT(embed_dim=arguments.width, depth=arguments.layers, slide_ngrids=1000)
+    numpy.set_printoptions(legacy="1.25")  # GigaPath prints NumPy integers into a text and evaluates that
+    norm = functools.partial(torch.nn.LayerNorm, eps=1e-6)
+    model = slide_encoder.LongNetViT(embed_dim=arguments.width, depth=arguments.layers, mlp_ratio=4, norm_layer=norm)
     if arguments.weights:
         model.load_state_dict(torch.load(arguments.weights, map_location="cpu", weights_only=True)["model"], strict=False)
     return model, lambda tiles, coordinates: model(tiles, coordinates)[-1]

@@ -9,6 +9,7 @@ longspan.torch has the drop-in modules, longspan.torchscale makes torchscale and
 
 from __future__ import annotations
 
+from . import host_memory, plan_cache
 from ._errors import (
     Cancelled,
     CommError,
@@ -25,9 +26,7 @@ from ._longspan import (
     Options,
     Pattern,
     Plan,
-    host_memory,
     num_threads,
-    plan_cache,
     set_num_threads,
 )
 from ._longspan import commit as _commit

@@ -174,7 +174,7 @@ void bind_attention(nb::module_& module) {
       .def("__repr__", [](const Attention& attention) {
         nb::object pattern = nb::cast(attention.pattern());
         nb::object options = nb::cast(attention.options());
-        return nb::str("Attention({!r}, {!r})").attr("format")(pattern, options);
+        return nb::str(nb::str("Attention({!r}, {!r})").attr("format")(pattern, options));
       });
 }
 

@@ -48,14 +48,11 @@ NB_MODULE(_longspan, module) {
   module.def("num_threads", &longspan::num_threads, "Threads that one call may use.");
   module.def("set_num_threads", &longspan::set_num_threads, "threads"_a, "0 restores the default.");
 
-  nb::module_ cache = module.def_submodule("plan_cache", "The process-wide cache of plans.");
-  cache.def("statistics", &plan_cache_statistics, nb::sig("def statistics() -> dict[str, int]"));
-  cache.def("clear", &longspan::plan_cache::clear);
-  cache.def("set_limit_bytes", &longspan::plan_cache::set_limit_bytes, "limit"_a);
-
-  nb::module_ memory = module.def_submodule("host_memory", "Workspace of CPU calls, kept between calls.");
-  memory.def("statistics", &memory_statistics, nb::sig("def statistics() -> dict[str, int]"));
-  memory.def("reset_peak", &longspan::host_memory::reset_peak);
-  memory.def("trim", &longspan::host_memory::trim, "Returns unused memory to the system.");
-  memory.def("set_limit_bytes", &longspan::host_memory::set_limit_bytes, "limit"_a, "0 removes the limit.");
+  module.def("plan_cache_statistics", &plan_cache_statistics, nb::sig("def plan_cache_statistics() -> dict[str, int]"));
+  module.def("clear_plan_cache", &longspan::plan_cache::clear);
+  module.def("set_plan_cache_limit", &longspan::plan_cache::set_limit_bytes, "limit"_a);
+  module.def("memory_statistics", &memory_statistics, nb::sig("def memory_statistics() -> dict[str, int]"));
+  module.def("reset_memory_peak", &longspan::host_memory::reset_peak);
+  module.def("trim_memory", &longspan::host_memory::trim);
+  module.def("set_memory_limit", &longspan::host_memory::set_limit_bytes, "limit"_a);
 }

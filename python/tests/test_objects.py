@@ -1,11 +1,14 @@
 """Patterns, plans, statistics and errors as Python objects."""
 
+import ast
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import longspan
+from longspan import _longspan
 
 
 @pytest.mark.parametrize(
@@ -116,3 +119,16 @@ def test_errors_are_the_types_users_catch():
 def test_options_repr_round_trip():
     options = longspan.Options(causal=True, scale=0.5, kernel="plain")
     assert eval(repr(options), {"Options": longspan.Options}) == options
+
+
+def test_stub_names_what_the_module_has():
+    stub = ast.parse((Path(longspan.__file__).parent / "_longspan.pyi").read_text())
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    public = {name for name in vars(_longspan) if not name.startswith("_")}
+    assert public == classes.keys() | functions
+    for name, node in classes.items():
+        members = {member for member in vars(getattr(_longspan, name)) if not member.startswith("_")}
+        assert members == {item.name for item in node.body if isinstance(item, ast.FunctionDef)} - {
+            item.name for item in node.body if isinstance(item, ast.FunctionDef) and item.name.startswith("_")
+        }

@@ -1,0 +1,220 @@
+# Made by: python -m nanobind.stubgen -m longspan._longspan
+"""The compiled half of longspan; use the package's own functions."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+
+class BlockMask:
+    """Which key blocks each block row sees. Immutable."""
+
+    def __init__(self, mask: Annotated[NDArray[numpy.bool_], dict(order='C', device='cpu', writable=False)], block_size: int) -> None: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def active_blocks(self) -> int: ...
+
+    @property
+    def density(self) -> float:
+        """Fraction of blocks kept."""
+
+    def active(self, head: int, block_row: int, block_column: int) -> bool: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Pattern:
+    """What attends to what: branches of (segment, dilation). Immutable."""
+
+    @staticmethod
+    def dense() -> Pattern:
+        """Every position sees every position."""
+
+    @staticmethod
+    def dilated(segments: Sequence[int], dilations: Sequence[int]) -> Pattern:
+        """Dilated attention by head groups."""
+
+    @staticmethod
+    def longnet(segments: Sequence[int], dilations: Sequence[int], *, phase: str = 'paper') -> Pattern:
+        """LongNet: every branch on all heads, mixed by one softmax."""
+
+    @staticmethod
+    def block_sparse(mask: BlockMask) -> Pattern:
+        """One branch over the whole sequence with a mask."""
+
+    @staticmethod
+    def parse(text: str) -> Pattern:
+        """The pattern whose str() is text."""
+
+    def with_pad_keys(self, pad_keys: bool = True) -> Pattern:
+        """torchscale's zero padding attended to (not when causal)."""
+
+    def with_long_segments(self, policy: str) -> Pattern:
+        """'clip' or 'skip' segments longer than the sequence."""
+
+    def with_output_scale(self, output_scale: float) -> Pattern: ...
+
+    def with_mask(self, branch: int, mask: BlockMask) -> Pattern:
+        """A block mask in strand coordinates for one branch."""
+
+    @property
+    def branches(self) -> list[tuple[int | None, int]]:
+        """(segment, dilation) of each branch; None is the whole sequence."""
+
+    @property
+    def assignment(self) -> str: ...
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def long_segments(self) -> str: ...
+
+    @property
+    def pad_keys(self) -> bool: ...
+
+    @property
+    def output_scale(self) -> float: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __str__(self) -> str: ...
+
+    def __repr__(self) -> str: ...
+
+    def __reduce__(self) -> tuple: ...
+
+class Options:
+    """What is fixed for an Attention: part of the plan's key."""
+
+    def __init__(self, *, causal: bool = False, scale: float | None = None, output_scale: float | None = None, dropout: float = 0.0, deterministic: bool = False, detached_mix: bool = False, allow_tf32: bool = False, kernel: str = '') -> None: ...
+
+    @property
+    def causal(self) -> bool: ...
+
+    @property
+    def scale(self) -> float | None: ...
+
+    @property
+    def output_scale(self) -> float | None: ...
+
+    @property
+    def dropout(self) -> float: ...
+
+    @property
+    def deterministic(self) -> bool: ...
+
+    @property
+    def detached_mix(self) -> bool: ...
+
+    @property
+    def allow_tf32(self) -> bool: ...
+
+    @property
+    def kernel(self) -> str: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __repr__(self) -> str: ...
+
+class Plan:
+    """
+    A pattern compiled for one problem. str() describes it in several lines.
+    """
+
+    @property
+    def pattern(self) -> Pattern: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def output_scale(self) -> float: ...
+
+    @property
+    def merges_branches(self) -> bool: ...
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """pairs, FLOPs and bytes when queries are all positions."""
+
+    def workspace_bytes(self, pass_: str = 'forward') -> int: ...
+
+    def kernel(self, pass_: str = 'forward') -> str | None:
+        """Name of the kernel that runs the pass, or None."""
+
+    def verdicts(self, pass_: str = 'forward') -> list[tuple[str, bool, str]]:
+        """
+        (kernel, whether it can run the pass, why not) for every kernel, fastest first.
+        """
+
+    def __str__(self) -> str: ...
+
+    def __repr__(self) -> str: ...
+
+class Attention:
+    """
+    Attention over one pattern with fixed options. Share it between threads.
+    """
+
+    def __init__(self, pattern: Pattern, options: Options = ...) -> None: ...
+
+    @property
+    def pattern(self) -> Pattern: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    def forward(self, q: object, k: object, v: object, out: object, lse: object | None = None, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0, stream: int = 0, heads_first: bool = False) -> None:
+        """Fills out and, if given, lse."""
+
+    def backward(self, q: object, k: object, v: object, out: object, lse: object, dout: object, dlse: object | None, dq: object, dk: object, dv: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0, stream: int = 0, heads_first: bool = False) -> None:
+        """Fills dq, dk and dv."""
+
+    def plan(self, *, tokens: int, heads: int, head_dim: int, batch: int = 1, kv_heads: int | None = None, query_rows: int | None = None, dtype: str = 'f32', device: str = 'cpu', lengths: bool = False, key_mask: bool = False, alibi: bool = False) -> Plan:
+        """The plan for a problem, from the cache."""
+
+    def __repr__(self) -> str: ...
+
+def version() -> str: ...
+
+def commit() -> str: ...
+
+def num_threads() -> int:
+    """Threads that one call may use."""
+
+def set_num_threads(threads: int) -> None:
+    """0 restores the default."""
+
+def plan_cache_statistics() -> dict[str, int]: ...
+
+def clear_plan_cache() -> None: ...
+
+def set_plan_cache_limit(limit: int) -> None: ...
+
+def memory_statistics() -> dict[str, int]: ...
+
+def reset_memory_peak() -> None: ...
+
+def trim_memory() -> None: ...
+
+def set_memory_limit(limit: int) -> None: ...

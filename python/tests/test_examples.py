@@ -1,0 +1,39 @@
+"""The examples run, in a small size, and do what they say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_swap_import_learns():
+    last = run(str(EXAMPLES / "swap_import.py"), "--steps", "250").stdout.splitlines()[-1]
+    assert int(last.split()[-1].rstrip("%")) > 80, last
+
+
+def test_gigapath_cpu():
+    out = run(str(EXAMPLES / "gigapath_cpu.py"), "--tiles", "300", "--layers", "1", "--width", "192").stdout
+    assert "slide embedding of 192 numbers" in out
+
+
+def test_bench_writes_results(tmp_path):
+    run("-m", "longspan.bench", "--out", str(tmp_path), "--tokens", "256", "--tiles", "63", "--layers", "1", "--repeats", "1")
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == ["torch_encoder.json", "torch_module.json", "torch_overhead.json"]
+    for file in tmp_path.iterdir():
+        content = json.loads(file.read_text())
+        assert content["machine"]["threads"] >= 1
+        for result in content["results"]:
+            assert result.get("largest_difference", 0.0) < 1e-4

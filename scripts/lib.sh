@@ -22,14 +22,16 @@ have_package() {
   ! have dpkg-query || [[ $(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null) == installed ]]
 }
 
-# Sets `missing` to the Debian and Ubuntu packages this machine lacks of those the build needs.
+# Sets `missing` to the Debian and Ubuntu packages this machine lacks of those the build needs, and `wanted` to those it
+# can do without.
 find_missing() {
   missing=()
+  wanted=()
   have "${CXX:-c++}" || missing+=(g++)
   have cmake || missing+=(cmake)
   have ninja || missing+=(ninja-build)
-  have ccache || missing+=(ccache)
-  have pkg-config || missing+=(pkg-config)
+  have ccache || wanted+=(ccache)
+  have pkg-config || wanted+=(pkg-config)
   local package
   for package in libfmt-dev libhwy-dev libcli11-dev nlohmann-json3-dev libgtest-dev; do
     have_package "$package" || missing+=("$package")
@@ -56,18 +58,16 @@ install_line() { printf 'sudo apt-get update && sudo apt-get install -y --no-ins
 
 # Makes sure that the build's own tools and libraries are there, or stops with the line that would install them.
 require_build_packages() {
-  local missing
+  local missing wanted
   find_missing
-  if ((${#missing[@]})); then
-    if can_install; then
-      install_packages "${missing[@]}"
-    elif [[ ${missing[*]} == ccache ]]; then
-      say "note: without ccache every build starts from nothing"
-    else
-      say "These packages are missing, and this user may not install them. Run, then try again:"
-      say "  $(install_line "${missing[@]}")"
-      exit 1
-    fi
+  if can_install; then
+    ((${#missing[@]} + ${#wanted[@]} == 0)) || install_packages "${missing[@]}" "${wanted[@]}"
+  elif ((${#missing[@]})); then
+    say "These packages are missing, and this user may not install them. Run, then try again:"
+    say "  $(install_line "${missing[@]}" "${wanted[@]}")"
+    exit 1
+  elif ((${#wanted[@]})); then
+    leave_out "${wanted[*]} (to have it: $(install_line "${wanted[@]}"))"
   fi
   local version
   version=$(cmake --version | sed -n '1s/[^0-9]*//p')
@@ -98,9 +98,15 @@ virtual_environment() {
       leave_out "Python (to have it: $(install_line "${missing[@]}"))"
       return 1
     fi
-    install_packages "${missing[@]}"
+    install_packages "${missing[@]}" || {
+      leave_out "Python (apt-get could not install ${missing[*]})"
+      return 1
+    }
   fi
   rm -rf "$folder"
-  python3 -m venv "$folder" >&2
+  python3 -m venv "$folder" >&2 || {
+    leave_out "Python (no virtual environment could be made in $folder)"
+    return 1
+  }
 }
 pip_install() { "$repository/build/venv/bin/python" -m pip install -q --disable-pip-version-check "$@" >&2; }

@@ -47,7 +47,10 @@ test_python() {
   # to do the second time.
   local requirements
   mapfile -t requirements < <(build/venv/bin/python - <<'END'
-import tomllib
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
 END
   )

@@ -32,32 +32,38 @@ struct Input {
 std::string shape_text(const Array& array) { return fmt::format("[{}]", fmt::join(array.header.shape, ", ")); }
 
 /// [B, N, H, D] or [B, H, N, D]; without the batch where the file has three dimensions.
-Input read_rows(const std::string& option, const std::string& location, const AttendCommand& command, const ProblemChoice& choice) {
+Input read_rows(const std::string& option, const std::string& location, const AttendCommand& command,
+                const ProblemChoice& choice) {
   const bool dtype_given = command.problem.given("dtype");
   Input input;
   input.array = read_array(location, {.uint16_is_bf16 = dtype_given && choice.dtype == DType::bf16});
   std::vector<std::int64_t> shape = input.array.header.shape;
   if (shape.size() == 3) shape.insert(shape.begin(), 1);
   if (shape.size() != 4) {
-    throw InvalidArgument(option, fmt::format("--{} has shape {}: give [batch, rows, heads, head_dim] (--layout bnhd) or [batch, "
-                                              "heads, rows, head_dim] (--layout bhnd)",
-                                              option, shape_text(input.array)));
+    throw InvalidArgument(
+        option, fmt::format("--{} has shape {}: give [batch, rows, heads, head_dim] (--layout bnhd) or [batch, "
+                            "heads, rows, head_dim] (--layout bhnd)",
+                            option, shape_text(input.array)));
   }
   const DType dtype = input.array.header.dtype;
   if (dtype_given && dtype != choice.dtype) {
-    throw InvalidArgument("dtype", fmt::format("--dtype is {} and --{} holds {}: leave --dtype out, or convert the file",
-                                               name_of(choice.dtype), option, name_of(dtype)));
+    throw InvalidArgument("dtype",
+                          fmt::format("--dtype is {} and --{} holds {}: leave --dtype out, or convert the file",
+                                      name_of(choice.dtype), option, name_of(dtype)));
   }
   const bool bnhd = choice.layout == Layout::bnhd;
-  input.view = view_of<const void>(input.array.data, dtype, choice.layout, shape[0], shape[bnhd ? 1 : 2], shape[bnhd ? 2 : 1], shape[3]);
+  input.view = view_of<const void>(input.array.data, dtype, choice.layout, shape[0], shape[bnhd ? 1 : 2],
+                                   shape[bnhd ? 2 : 1], shape[3]);
   return input;
 }
 
 /// An array of `rank` dimensions for an optional argument of the call.
-Array read_extra(const std::string& option, const std::string& location, std::size_t rank, std::initializer_list<DType> dtypes) {
+Array read_extra(const std::string& option, const std::string& location, std::size_t rank,
+                 std::initializer_list<DType> dtypes) {
   Array array = read_array(location);
   if (array.header.shape.size() != rank) {
-    throw InvalidArgument(option, fmt::format("--{} has shape {}: give {} dimension{}", option, shape_text(array), rank, rank == 1 ? "" : "s"));
+    throw InvalidArgument(option, fmt::format("--{} has shape {}: give {} dimension{}", option, shape_text(array), rank,
+                                              rank == 1 ? "" : "s"));
   }
   std::string names;
   for (const DType dtype : dtypes) {
@@ -75,9 +81,11 @@ std::vector<RowRange> parse_ranges(std::string_view text) {
     const std::string_view range = text.substr(0, comma);
     const std::size_t colon = range.find(':');
     if (colon == std::string_view::npos) {
-      throw InvalidArgument("query_ranges", fmt::format("--query-ranges has '{}': give start:count, for example 0:16,4096:16", range));
+      throw InvalidArgument("query_ranges",
+                            fmt::format("--query-ranges has '{}': give start:count, for example 0:16,4096:16", range));
     }
-    ranges.push_back({parse_size("query-ranges", range.substr(0, colon)), parse_size("query-ranges", range.substr(colon + 1))});
+    ranges.push_back(
+        {parse_size("query-ranges", range.substr(0, colon)), parse_size("query-ranges", range.substr(colon + 1))});
     text = comma == std::string_view::npos ? std::string_view{} : text.substr(comma + 1);
   }
   return ranges;
@@ -87,8 +95,8 @@ std::vector<RowRange> parse_ranges(std::string_view text) {
 void check_shape_options(const AttendCommand& command, const ProblemChoice& choice, const Input& q, const Input& k) {
   const auto check = [&](const char* option, std::int64_t given, std::int64_t found, const char* where) {
     if (command.problem.given(option) && given != found) {
-      throw InvalidArgument(option, fmt::format("--{} is {} and {} has {}: leave the option out, the files say it", option, given, where,
-                                                found));
+      throw InvalidArgument(option, fmt::format("--{} is {} and {} has {}: leave the option out, the files say it",
+                                                option, given, where, found));
     }
   };
   check("tokens", choice.tokens.value_or(0), k.view.rows(), "k");
@@ -102,10 +110,11 @@ void check_shape_options(const AttendCommand& command, const ProblemChoice& choi
 void check_output_is_no_input(const AttendCommand& command) {
   for (const std::string& output : {command.out, command.lse}) {
     if (output.empty()) continue;
-    for (const std::string& input : {command.q, command.k, command.v, command.lengths, command.key_mask, command.alibi}) {
+    for (const std::string& input :
+         {command.q, command.k, command.v, command.lengths, command.key_mask, command.alibi}) {
       if (!input.empty() && same_file(parse_location(output).path, parse_location(input).path)) {
-        throw InvalidArgument("out", fmt::format("output '{}' would replace the input file '{}': choose another name", output,
-                                                 parse_location(input).path));
+        throw InvalidArgument("out", fmt::format("output '{}' would replace the input file '{}': choose another name",
+                                                 output, parse_location(input).path));
       }
     }
   }
@@ -114,7 +123,8 @@ void check_output_is_no_input(const AttendCommand& command) {
 int run(const AttendCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
   if (choice.device.type != DeviceType::cpu) {
-    throw Unsupported(fmt::format("--device {}: attend runs on the CPU in this version; leave --device out", to_string(choice.device)));
+    throw Unsupported(fmt::format("--device {}: attend runs on the CPU in this version; leave --device out",
+                                  to_string(choice.device)));
   }
   check_output_is_no_input(command);
   const Input q = read_rows("q", command.q, command, choice);
@@ -145,7 +155,8 @@ int run(const AttendCommand& command) {
   const Tensor out("out", dtype, choice.layout, q.view.batch(), q.view.rows(), q.view.heads(), q.view.columns());
   std::optional<Tensor> lse;
   if (!command.lse.empty()) {
-    lse = Tensor::lse("lse", q.view.batch(), q.view.rows(), q.view.heads(), dtype == DType::f64 ? DType::f64 : DType::f32);
+    lse = Tensor::lse("lse", q.view.batch(), q.view.rows(), q.view.heads(),
+                      dtype == DType::f64 ? DType::f64 : DType::f32);
   }
   const bool batched = q.array.header.shape.size() == 4;
   ArrayWriter writer;
@@ -173,12 +184,13 @@ int run(const AttendCommand& command) {
   const auto plan = attention.plan(Attention::problem(q.view, k.view, call));
   const std::string kernel(plan->kernel(Pass::forward)->name);
   if (command.json) {
-    Json json = {{"out", command.out}, {"shape", q.array.header.shape}, {"dtype", name_of(dtype)}, {"kernel", kernel},
-                 {"pattern", choice.pattern.to_string()}, {"seconds", seconds}};
+    Json json = {{"out", command.out}, {"shape", q.array.header.shape},         {"dtype", name_of(dtype)},
+                 {"kernel", kernel},   {"pattern", choice.pattern.to_string()}, {"seconds", seconds}};
     if (lse) json["lse"] = command.lse;
     print_json(json);
   } else {
-    print("{}: {} {} in {} with kernel {}\n", command.out, name_of(dtype), shape_text(q.array), short_duration(seconds), kernel);
+    print("{}: {} {} in {} with kernel {}\n", command.out, name_of(dtype), shape_text(q.array), short_duration(seconds),
+          kernel);
   }
   return kSuccess;
 }
@@ -188,8 +200,10 @@ int run(const AttendCommand& command) {
 Command add_attend(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("attend", "Attention over arrays in .npy or .safetensors files");
   parser->footer(
-      "\nArrays are [batch, rows, heads, head_dim] (or [batch, heads, rows, head_dim] with --layout bhnd); the batch may be left\n"
-      "out. Files are `file.npy` or `file.safetensors#name`; inputs are memory-mapped, an output replaces an existing file only\n"
+      "\nArrays are [batch, rows, heads, head_dim] (or [batch, heads, rows, head_dim] with --layout bhnd); the batch "
+      "may be left\n"
+      "out. Files are `file.npy` or `file.safetensors#name`; inputs are memory-mapped, an output replaces an existing "
+      "file only\n"
       "when complete. bfloat16 in .npy: ml_dtypes' two-byte void, or uint16 with --dtype bf16.\n"
       "Example: longspan attend --q q.npy --k k.npy --v v.npy --out out.npy --lse lse.npy --causal");
   const auto command = std::make_shared<AttendCommand>();

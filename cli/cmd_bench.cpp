@@ -41,8 +41,8 @@ struct Timing {
 
 /// Runs once to warm up, then several times.
 template <class Body>
-Timing measure(std::string_view kernel, double flops, int repeats, Progress& progress, double progress_begin, double progress_end,
-               Body&& body) {
+Timing measure(std::string_view kernel, double flops, int repeats, Progress& progress, double progress_begin,
+               double progress_end, Body&& body) {
   host_memory::reset_peak();
   const std::size_t before = host_memory::statistics().used_bytes;
   std::vector<double> seconds;
@@ -59,29 +59,37 @@ Timing measure(std::string_view kernel, double flops, int repeats, Progress& pro
 }
 
 Json describe_timing(const Timing& timing, double peak) {
-  return {{"kernel", timing.kernel},          {"seconds", timing.median_seconds},    {"best_seconds", timing.best_seconds},
-          {"flops", timing.flops},            {"gflops", timing.gflops()},           {"peak_gflops", peak},
-          {"fraction_of_peak", timing.gflops() / peak}, {"extra_bytes", timing.extra_bytes}};
+  return {{"kernel", timing.kernel},
+          {"seconds", timing.median_seconds},
+          {"best_seconds", timing.best_seconds},
+          {"flops", timing.flops},
+          {"gflops", timing.gflops()},
+          {"peak_gflops", peak},
+          {"fraction_of_peak", timing.gflops() / peak},
+          {"extra_bytes", timing.extra_bytes}};
 }
 
 int run(const BenchCommand& command) {
   if (command.what == "dense") {
     for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "pattern"}) {
       if (command.problem.given(part)) {
-        throw InvalidArgument(part, fmt::format("--{} with bench dense: every position sees every other; use bench dilated", part));
+        throw InvalidArgument(
+            part, fmt::format("--{} with bench dense: every position sees every other; use bench dilated", part));
       }
     }
   }
   ProblemChoice choice = command.problem.resolve();
   if (command.what == "dense") choice.pattern = Pattern::dense();
-  if (command.repeats < 1) throw InvalidArgument("repeats", fmt::format("--repeats is {}: give at least 1", command.repeats));
+  if (command.repeats < 1)
+    throw InvalidArgument("repeats", fmt::format("--repeats is {}: give at least 1", command.repeats));
   const Problem shape = choice.problem(kDefaultTokens);
   const Attention attention(choice.pattern, choice.options);
   const auto plan = attention.plan(shape);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     if (plan->kernel(pass) == nullptr) throw Unsupported(plan->why_no_kernel(pass));
   }
-  if (shape.tokens == 0 || shape.batch == 0) throw InvalidArgument("tokens", "nothing to time: give at least 1 token and 1 entry");
+  if (shape.tokens == 0 || shape.batch == 0)
+    throw InvalidArgument("tokens", "nothing to time: give at least 1 token and 1 entry");
   const PlanTotals totals = plan->totals();
 
   const Workload work(shape, choice.layout, choice.seed);
@@ -95,13 +103,15 @@ int run(const BenchCommand& command) {
     peak = measured_peak_gflops(shape.dtype, num_threads());
     timings.push_back(measure(plan->kernel(Pass::forward)->name, totals.forward_flops, command.repeats, progress, 0.0,
                               command.forward_only ? 1.0 : 0.3, [&] {
-                                attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), call);
+                                attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(),
+                                                  work.lse.view(), call);
                               }));
     if (!command.forward_only) {
-      timings.push_back(measure(plan->kernel(Pass::backward)->name, totals.backward_flops, command.repeats, progress, 0.3, 1.0, [&] {
-        attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), work.dout.view(),
-                           work.dq.view(), work.dk.view(), work.dv.view(), call);
-      }));
+      timings.push_back(
+          measure(plan->kernel(Pass::backward)->name, totals.backward_flops, command.repeats, progress, 0.3, 1.0, [&] {
+            attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(),
+                               work.dout.view(), work.dq.view(), work.dk.view(), work.dv.view(), call);
+          }));
     }
     peak = std::max(peak, measured_peak_gflops(shape.dtype, num_threads()));  // before and after: clocks move
   }
@@ -133,10 +143,17 @@ int run(const BenchCommand& command) {
     print_json(json);
     return kSuccess;
   }
-  print("{}{}, {} tokens, batch {}, {} heads of {}, {}\n", bold(choice.pattern.to_string()), choice.options.causal ? ", causal" : "",
-        with_commas(static_cast<double>(shape.tokens)), shape.batch, shape.heads, shape.head_dim, name_of(shape.dtype));
+  print("{}{}, {} tokens, batch {}, {} heads of {}, {}\n", bold(choice.pattern.to_string()),
+        choice.options.causal ? ", causal" : "", with_commas(static_cast<double>(shape.tokens)), shape.batch,
+        shape.heads, shape.head_dim, name_of(shape.dtype));
   print("{}, {} threads, peak {:.1f} GFLOP/s measured in this run\n\n", machine_summary(), num_threads(), peak);
-  Table table({{"pass", Align::left}, {"kernel", Align::left}, {"median"}, {"best"}, {"GFLOP/s"}, {"of peak"}, {"extra memory"}});
+  Table table({{"pass", Align::left},
+               {"kernel", Align::left},
+               {"median"},
+               {"best"},
+               {"GFLOP/s"},
+               {"of peak"},
+               {"extra memory"}});
   const char* names[] = {"forward", "backward"};
   for (std::size_t i = 0; i < timings.size(); ++i) {
     const Timing& timing = timings[i];
@@ -151,15 +168,17 @@ int run(const BenchCommand& command) {
 }  // namespace
 
 Command add_bench(CLI::App& app) {
-  CLI::App* parser = app.add_subcommand("bench", "Time forward and backward, with GFLOP/s and the fraction of the peak");
-  parser->footer("\nFLOPs are 4 (forward) and 10 (backward) x pairs x head-dim; times are medians. Default: 8192 tokens.\n"
-                 "Example: longspan bench dilated --tokens 64K --dtype bf16 --json");
+  CLI::App* parser =
+      app.add_subcommand("bench", "Time forward and backward, with GFLOP/s and the fraction of the peak");
+  parser->footer(
+      "\nFLOPs are 4 (forward) and 10 (backward) x pairs x head-dim; times are medians. Default: 8192 tokens.\n"
+      "Example: longspan bench dilated --tokens 64K --dtype bf16 --json");
   const auto command = std::make_shared<BenchCommand>();
   parser->add_option("what", command->what, "dilated (or whatever the pattern options say) or dense")
       ->required()
       ->check(CLI::IsMember({"dilated", "dense"}));
   command->problem.add_to(*parser);
-  parser->add_option("--repeats", command->repeats, "Timed runs of each pass")->type_name("COUNT")->capture_default_str();
+  parser->add_option("--repeats", command->repeats, "Timed runs of each pass (default: 5)")->type_name("COUNT");
   parser->add_flag("--forward-only", command->forward_only, "Leave the backward out");
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "check/cases.h"
 #include "check/run.h"
@@ -48,8 +49,9 @@ struct Failure {
 };
 
 /// Options that describe a problem, as opposed to how to run it.
-constexpr const char* kShapeOptions[] = {"tokens", "batch",    "heads",   "kv-heads", "head-dim", "dtype", "segments", "dilations",
-                                         "assign", "phase",    "pad-keys", "pattern", "causal",   "dropout", "scale",   "layout"};
+constexpr const char* kShapeOptions[] = {"tokens",   "batch",     "heads",  "kv-heads", "head-dim", "dtype",
+                                         "segments", "dilations", "assign", "phase",    "pad-keys", "pattern",
+                                         "causal",   "dropout",   "scale",  "layout"};
 
 std::vector<Numbered> choose_cases(const CheckCommand& command, const ProblemChoice& choice) {
   std::vector<Numbered> cases;
@@ -59,7 +61,9 @@ std::vector<Numbered> choose_cases(const CheckCommand& command, const ProblemCho
   }
   if (given != nullptr) {
     if (command.random > 0 || command.first_case) {
-      throw InvalidArgument(given, fmt::format("--{} with --random or --case: those choose their own problems; give one or the other", given));
+      throw InvalidArgument(
+          given,
+          fmt::format("--{} with --random or --case: those choose their own problems; give one or the other", given));
     }
     CheckCase one;
     one.pattern = choice.pattern;
@@ -80,7 +84,9 @@ std::vector<Numbered> choose_cases(const CheckCommand& command, const ProblemCho
   if (command.random == 0 || !command.first_case) {
     std::vector<CheckCase> grid = check_grid();
     if (first >= static_cast<std::int64_t>(grid.size())) {
-      throw InvalidArgument("case", fmt::format("--case is {}: the grid has cases 0 to {}; add --random 1 for a random one", first, grid.size() - 1));
+      throw InvalidArgument(
+          "case", fmt::format("--case is {}: the grid has cases 0 to {}; add --random 1 for a random one", first,
+                              grid.size() - 1));
     }
     for (std::size_t i = 0; i < grid.size(); ++i) {
       if (command.first_case && static_cast<std::int64_t>(i) != first) continue;
@@ -89,7 +95,8 @@ std::vector<Numbered> choose_cases(const CheckCommand& command, const ProblemCho
   }
   for (std::int64_t i = 0; i < command.random; ++i) {
     const auto index = static_cast<std::uint64_t>(first + i);
-    cases.push_back({random_case(choice.seed, index), fmt::format("longspan check --random 1 --seed {} --case {}", choice.seed, index)});
+    cases.push_back({random_case(choice.seed, index),
+                     fmt::format("longspan check --random 1 --seed {} --case {}", choice.seed, index)});
   }
   return cases;
 }
@@ -105,11 +112,14 @@ void check_kernel_name(const std::string& name) {
 
 int run(const CheckCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
-  if (command.random < 0) throw InvalidArgument("random", fmt::format("--random is {}: give 0 or more", command.random));
-  if (command.first_case && *command.first_case < 0) throw InvalidArgument("case", fmt::format("--case is {}: give 0 or more", *command.first_case));
+  if (command.random < 0)
+    throw InvalidArgument("random", fmt::format("--random is {}: give 0 or more", command.random));
+  if (command.first_case && *command.first_case < 0)
+    throw InvalidArgument("case", fmt::format("--case is {}: give 0 or more", *command.first_case));
   check_kernel_name(choice.options.kernel);
   if (choice.device.type != DeviceType::cpu) {
-    throw Unsupported(fmt::format("--device {}: check runs on the CPU in this version; leave --device out", to_string(choice.device)));
+    throw Unsupported(fmt::format("--device {}: check runs on the CPU in this version; leave --device out",
+                                  to_string(choice.device)));
   }
   const std::vector<Numbered> cases = choose_cases(command, choice);
 
@@ -137,10 +147,14 @@ int run(const CheckCommand& command) {
   if (tallies.empty()) throw Unsupported("no kernel can run these cases; longspan info --why says why");
 
   if (command.json) {
-    Json json = {{"ok", failures.empty()}, {"cases", cases.size()}, {"seed", choice.seed}, {"threads", num_threads()},
-                 {"machine", machine_summary()}, {"kernels", Json::array()}, {"failures", Json::array()}};
+    Json json = {{"ok", failures.empty()},   {"cases", cases.size()},        {"seed", choice.seed},
+                 {"threads", num_threads()}, {"machine", machine_summary()}, {"kernels", Json::array()},
+                 {"failures", Json::array()}};
     for (const auto& [key, tally] : tallies) {
-      Json one = {{"kernel", key.first}, {"dtype", key.second}, {"cases", tally.cases}, {"rms_over_model", tally.rms_over_model}};
+      Json one = {{"kernel", key.first},
+                  {"dtype", key.second},
+                  {"cases", tally.cases},
+                  {"rms_over_model", tally.rms_over_model}};
       for (std::size_t quantity = 0; quantity < kQuantities.size(); ++quantity) {
         one[std::string(kQuantities[quantity])] = {{"largest_error", tally.largest_error[quantity]},
                                                    {"over_tolerance", tally.over_tolerance[quantity]}};
@@ -148,7 +162,10 @@ int run(const CheckCommand& command) {
       json["kernels"].push_back(one);
     }
     for (const Failure& failure : failures) {
-      json["failures"].push_back({{"kernel", failure.kernel}, {"problem", failure.problem}, {"case", failure.description}, {"command", failure.command}});
+      json["failures"].push_back({{"kernel", failure.kernel},
+                                  {"problem", failure.problem},
+                                  {"case", failure.description},
+                                  {"command", failure.command}});
     }
     print_json(json);
     return failures.empty() ? kSuccess : kOverTolerance;
@@ -173,9 +190,12 @@ int run(const CheckCommand& command) {
   }
   print("{} cases against the float64 reference: largest error (and its part of the tolerance)\n\n", cases.size());
   print_text(table.to_string());
-  for (const Failure& failure : failures) {
-    print("\n{} {}\n  {}\n  case: {}\n  repeat: {}\n", bad("FAILED"), failure.kernel, failure.problem, failure.description, failure.command);
+  constexpr std::size_t kMostShown = 8;
+  for (const Failure& failure : std::span(failures).first(std::min(failures.size(), kMostShown))) {
+    print("\n{} {}\n  {}\n  case: {}\n  repeat: {}\n", bad("FAILED"), failure.kernel, failure.problem,
+          failure.description, failure.command);
   }
+  if (failures.size() > kMostShown) print("\n{} more failures; --json lists them all\n", failures.size() - kMostShown);
   if (failures.empty()) print("\n{}\n", good("every kernel agrees"));
   return failures.empty() ? kSuccess : kOverTolerance;
 }
@@ -184,13 +204,18 @@ int run(const CheckCommand& command) {
 
 Command add_check(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("check", "Compare every kernel with the float64 reference");
-  parser->footer("\nWithout problem options: a fixed grid, plus --random N problems drawn from --seed that reach every option of the\n"
-                 "operator. With them: that one problem (default 512 tokens). Exit code 1 if an error is over its tolerance; the\n"
-                 "command that repeats the case is printed.\nExample: longspan check --random 200 --seed 7");
+  parser->footer(
+      "\nWithout problem options: a fixed grid, plus --random N problems drawn from --seed that reach every option of "
+      "the\n"
+      "operator. With them: that one problem (default 512 tokens). Exit code 1 if an error is over its tolerance; the\n"
+      "command that repeats the case is printed.\nExample: longspan check --random 200 --seed 7");
   const auto command = std::make_shared<CheckCommand>();
   command->problem.add_to(*parser);
-  parser->add_option("--random", command->random, "Random problems to run besides the grid")->type_name("COUNT")->capture_default_str();
-  parser->add_option("--case", command->first_case, "Only this case of the grid; with --random: the first random case, and no grid")
+  parser->add_option("--random", command->random, "Random problems to run besides the grid (default: 0)")
+      ->type_name("COUNT");
+  parser
+      ->add_option("--case", command->first_case,
+                   "Only this case of the grid; with --random: the first random case, and no grid")
       ->type_name("INDEX");
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};

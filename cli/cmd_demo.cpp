@@ -85,8 +85,8 @@ std::int64_t choose_tokens(const Attention& attention, const ProblemChoice& choi
   }
   const std::int64_t tokens = low * kStep;
   note("{} tokens took {}; {} will finish in about {:.0f} seconds or less (default: at most {}; --tokens sets it)",
-       with_commas(static_cast<double>(probe)), short_duration(seconds), with_commas(static_cast<double>(tokens)), kWholeSeconds,
-       with_commas(static_cast<double>(kMostTokens)));
+       with_commas(static_cast<double>(probe)), short_duration(seconds), with_commas(static_cast<double>(tokens)),
+       kWholeSeconds, with_commas(static_cast<double>(kMostTokens)));
   return tokens;
 }
 
@@ -140,9 +140,10 @@ void print_run(const Report& report, const std::vector<RowCheck>& checks, const 
 }
 
 std::string repeat_command(const ProblemChoice& choice, const Problem& problem) {
-  std::string text = fmt::format("longspan demo --tokens {} --batch {} --heads {} --kv-heads {} --head-dim {} --dtype {} --pattern '{}'",
-                                 problem.tokens, problem.batch, problem.heads, problem.kv_heads, problem.head_dim,
-                                 name_of(problem.dtype), choice.pattern.to_string());
+  std::string text = fmt::format(
+      "longspan demo --tokens {} --batch {} --heads {} --kv-heads {} --head-dim {} --dtype {} --pattern '{}'",
+      problem.tokens, problem.batch, problem.heads, problem.kv_heads, problem.head_dim, name_of(problem.dtype),
+      choice.pattern.to_string());
   if (choice.options.causal) text += " --causal";
   if (choice.options.dropout > 0) text += fmt::format(" --dropout {}", choice.options.dropout);
   return text + fmt::format(" --seed {}", choice.seed);
@@ -150,7 +151,8 @@ std::string repeat_command(const ProblemChoice& choice, const Problem& problem) 
 
 int run(const DemoCommand& command) {
   ProblemChoice choice = command.problem.resolve();
-  if (choice.tokens == 0 || choice.batch == 0) throw InvalidArgument("tokens", "nothing to show: give at least 1 token and 1 entry");
+  if (choice.tokens == 0 || choice.batch == 0)
+    throw InvalidArgument("tokens", "nothing to show: give at least 1 token and 1 entry");
   const Attention attention(choice.pattern, choice.options);
   {
     const auto plan = attention.plan(choice.problem(kMostTokens));
@@ -189,11 +191,13 @@ int run(const DemoCommand& command) {
   }
 
   report.plan = plan.get();
-  report.verified = !checks.empty() && std::all_of(checks.begin(), checks.end(), [](const RowCheck& check) { return check.ok; });
+  report.verified =
+      !checks.empty() && std::all_of(checks.begin(), checks.end(), [](const RowCheck& check) { return check.ok; });
   for (const RowCheck& check : checks) {
     report.checks.push_back({check.name, check.rows, check.largest_error, check.over_tolerance, check.ok});
   }
-  report.passes = {{"forward", std::string(plan->kernel(Pass::forward)->name), times.forward, totals.forward_flops / times.forward * 1e-9},
+  report.passes = {{"forward", std::string(plan->kernel(Pass::forward)->name), times.forward,
+                    totals.forward_flops / times.forward * 1e-9},
                    {"backward", std::string(plan->kernel(Pass::backward)->name), times.backward,
                     totals.backward_flops / times.backward * 1e-9}};
   const double rows = static_cast<double>(problem.tokens);
@@ -215,9 +219,11 @@ int run(const DemoCommand& command) {
 
 Command add_demo(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("demo", "Compute, verify and draw dilated attention over a long sequence");
-  parser->footer("\nRuns forward and backward on the fastest kernel there is, and compares rows of every branch, from the first and the\n"
-                 "last segment, with a float64 computation of the definition. Without --tokens: as many as finish in about 20\n"
-                 "seconds, up to 131072.\nExample: longspan demo --tokens 64K --out report.html");
+  parser->footer(
+      "\nRuns forward and backward on the fastest kernel there is, and compares rows of every branch, from the first "
+      "and the\n"
+      "last segment, with a float64 computation of the definition. Without --tokens: as many as finish in about 20\n"
+      "seconds, up to 131072.\nExample: longspan demo --tokens 64K --out report.html");
   const auto command = std::make_shared<DemoCommand>();
   command->problem.add_to(*parser);
   parser->add_option("--out", command->out, "Write a self-contained HTML report")->type_name("FILE");

@@ -32,7 +32,8 @@ Json describe_kernels(const Plan& plan) {
       const Verdict given = kernel->can_run(plan, pass);
       return Json{{"ok", given.ok}, {"reason", given.reason}};
     };
-    kernels.push_back({{"name", kernel->name}, {"forward", verdict(Pass::forward)}, {"backward", verdict(Pass::backward)}});
+    kernels.push_back(
+        {{"name", kernel->name}, {"forward", verdict(Pass::forward)}, {"backward", verdict(Pass::backward)}});
   }
   return kernels;
 }
@@ -58,7 +59,9 @@ Json describe_pools() {
 int run(const InfoCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
   const auto plan = Attention(choice.pattern, choice.options).plan(choice.problem(kDefaultTokens));
-  const auto chosen = [&](Pass pass) { return plan->kernel(pass) ? std::string(plan->kernel(pass)->name) : std::string(); };
+  const auto chosen = [&](Pass pass) {
+    return plan->kernel(pass) ? std::string(plan->kernel(pass)->name) : std::string();
+  };
   if (!choice.options.kernel.empty() && chosen(Pass::forward).empty() && chosen(Pass::backward).empty()) {
     throw Unsupported(plan->why_no_kernel(Pass::forward));
   }
@@ -93,18 +96,20 @@ int run(const InfoCommand& command) {
   const auto& plans = pools["plan_cache"];
   const auto& memory = pools["host_memory"];
   print("plan cache    {} entries, {} of {}, {} hits, {} misses, {} evictions\n", plans["entries"].get<int>(),
-        short_bytes(plans["bytes"].get<double>()), short_bytes(plans["limit_bytes"].get<double>()), plans["hits"].get<int>(),
-        plans["misses"].get<int>(), plans["evictions"].get<int>());
+        short_bytes(plans["bytes"].get<double>()), short_bytes(plans["limit_bytes"].get<double>()),
+        plans["hits"].get<int>(), plans["misses"].get<int>(), plans["evictions"].get<int>());
   print("memory pool   {} reserved, {} used, {} at the peak\n\n", short_bytes(memory["reserved_bytes"].get<double>()),
         short_bytes(memory["used_bytes"].get<double>()), short_bytes(memory["peak_used_bytes"].get<double>()));
-  print("{}, {} tokens, {} heads of {}, {} on {}\n", choice.pattern.to_string(), with_commas(static_cast<double>(plan->problem().tokens)),
-        choice.heads, choice.head_dim, name_of(choice.dtype), to_string(choice.device));
+  print("{}, {} tokens, {} heads of {}, {} on {}\n", choice.pattern.to_string(),
+        with_commas(static_cast<double>(plan->problem().tokens)), choice.heads, choice.head_dim, name_of(choice.dtype),
+        to_string(choice.device));
 
   Table table({{"kernel", Align::left}, {"forward", Align::left}, {"backward", Align::left}});
   for (const Json& kernel : kernels) {
     const std::string name = kernel["name"];
     const auto cell = [&](const char* pass, Pass which) {
-      if (!kernel[pass]["ok"].get<bool>()) return command.why ? "no: " + kernel[pass]["reason"].get<std::string>() : std::string("no");
+      if (!kernel[pass]["ok"].get<bool>())
+        return command.why ? "no: " + kernel[pass]["reason"].get<std::string>() : std::string("no");
       return name == chosen(which) ? good("runs") : std::string("can");
     };
     table.add({name, cell("forward", Pass::forward), cell("backward", Pass::backward)});
@@ -120,8 +125,9 @@ int run(const InfoCommand& command) {
 
 Command add_info(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("info", "Print the machine, the kernels, and which of them runs a problem");
-  parser->footer("\nKernels are listed fastest first; the first that can run is chosen.\nExample: longspan info --why --dtype f16 "
-                 "--head-dim 100");
+  parser->footer(
+      "\nKernels are listed fastest first; the first that can run is chosen.\nExample: longspan info --why --dtype f16 "
+      "--head-dim 100");
   const auto command = std::make_shared<InfoCommand>();
   command->problem.add_to(*parser);
   parser->add_flag("--why", command->why, "Say why each kernel that cannot run refuses");

@@ -37,22 +37,30 @@ Json describe_branch(const Plan& plan, std::size_t index) {
                {"keys_per_row", longest},
                {"pairs", plan.pairs(index)},
                {"active", active}};
-  json["phase"] = branch.fixed_phase >= 0 ? Json(branch.fixed_phase) : Json(branch.phase_divisor > 0 ? "torchscale" : "paper");
+  json["phase"] =
+      branch.fixed_phase >= 0 ? Json(branch.fixed_phase) : Json(branch.phase_divisor > 0 ? "torchscale" : "paper");
   if (branch.mask) json["mask"] = {{"block_size", branch.mask->block_size()}, {"density", branch.mask->density()}};
   return json;
 }
 
 void print_branches(const Plan& plan) {
-  Table table({{"branch", Align::left}, {"heads", Align::left}, {"segment"}, {"dilation"}, {"phase", Align::left}, {"segments"},
-               {"keys per row"}, {"pairs"}});
+  Table table({{"branch", Align::left},
+               {"heads", Align::left},
+               {"segment"},
+               {"dilation"},
+               {"phase", Align::left},
+               {"segments"},
+               {"keys per row"},
+               {"pairs"}});
   for (std::size_t index = 0; index < plan.branches().size(); ++index) {
     const Json branch = describe_branch(plan, index);
     const std::int64_t first = branch["head_begin"], count = branch["head_count"];
     const auto number = [&](const char* key) { return with_commas(branch[key].get<double>()); };
     table.add({fmt::format("{}{}", index, branch["active"].get<bool>() ? "" : " (skipped)"),
-               count == 1 ? fmt::format("{}", first) : fmt::format("{}-{}", first, first + count - 1), number("segment"),
-               number("dilation"), branch["phase"].is_string() ? branch["phase"].get<std::string>() : number("phase"),
-               number("segments"), number("keys_per_row"), short_count(branch["pairs"].get<double>())});
+               count == 1 ? fmt::format("{}", first) : fmt::format("{}-{}", first, first + count - 1),
+               number("segment"), number("dilation"),
+               branch["phase"].is_string() ? branch["phase"].get<std::string>() : number("phase"), number("segments"),
+               number("keys_per_row"), short_count(branch["pairs"].get<double>())});
   }
   print_text(table.to_string());
 }
@@ -65,12 +73,14 @@ int run(const PlanCommand& command) {
   if (!choice.options.kernel.empty() && forward == nullptr) throw Unsupported(plan->why_no_kernel(Pass::forward));
   const PlanTotals totals = plan->totals();
   const Problem& problem = plan->problem();
-  const double rows = static_cast<double>(problem.batch) * static_cast<double>(problem.tokens) * static_cast<double>(problem.heads);
+  const double rows =
+      static_cast<double>(problem.batch) * static_cast<double>(problem.tokens) * static_cast<double>(problem.heads);
   const double dense_pairs = rows * static_cast<double>(problem.tokens) * (choice.options.causal ? 0.5 : 1.0);
 
   if (command.json) {
     Json branches = Json::array();
-    for (std::size_t index = 0; index < plan->branches().size(); ++index) branches.push_back(describe_branch(*plan, index));
+    for (std::size_t index = 0; index < plan->branches().size(); ++index)
+      branches.push_back(describe_branch(*plan, index));
     print_json({{"pattern", choice.pattern.to_string()},
                 {"problem", describe(problem)},
                 {"options", describe(choice.options)},
@@ -86,17 +96,20 @@ int run(const PlanCommand& command) {
                   {"forward_workspace_bytes", forward ? Json(plan->workspace_bytes(Pass::forward)) : Json()},
                   {"backward_workspace_bytes", backward ? Json(plan->workspace_bytes(Pass::backward)) : Json()}}},
                 {"kernels",
-                 {{"forward", forward ? Json(forward->name) : Json()}, {"backward", backward ? Json(backward->name) : Json()}}},
+                 {{"forward", forward ? Json(forward->name) : Json()},
+                  {"backward", backward ? Json(backward->name) : Json()}}},
                 {"branches", branches}});
     return kSuccess;
   }
 
   print("{}{}\n", bold(choice.pattern.to_string()), choice.options.causal ? ", causal" : "");
-  print("{} tokens, batch {}, {} heads of {} ({} for keys and values), {} on {}\n\n", with_commas(static_cast<double>(problem.tokens)),
-        problem.batch, problem.heads, problem.head_dim, problem.kv_heads, name_of(problem.dtype), to_string(problem.device));
+  print("{} tokens, batch {}, {} heads of {} ({} for keys and values), {} on {}\n\n",
+        with_commas(static_cast<double>(problem.tokens)), problem.batch, problem.heads, problem.head_dim,
+        problem.kv_heads, name_of(problem.dtype), to_string(problem.device));
   print_branches(*plan);
   const auto bytes_of = [&](Pass pass, const Kernel* kernel) {
-    return kernel ? fmt::format("{} ({})", short_bytes(static_cast<double>(plan->workspace_bytes(pass))), kernel->name) : "no kernel";
+    return kernel ? fmt::format("{} ({})", short_bytes(static_cast<double>(plan->workspace_bytes(pass))), kernel->name)
+                  : "no kernel";
   };
   Table table({{"", Align::left}, {"forward"}, {"backward"}});
   table.add({"FLOPs", short_count(totals.forward_flops), short_count(totals.backward_flops)});
@@ -112,8 +125,10 @@ int run(const PlanCommand& command) {
 
 Command add_plan(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("plan", "Print what attends to what, pairs, FLOPs, bytes and work items");
-  parser->footer("\nInstant up to 1T tokens (2^40): nothing is computed. Default: 131072 tokens.\nExample: longspan plan --tokens 1G "
-                 "--assign all --segments 2048,32768 --dilations 1,16 --json");
+  parser->footer(
+      "\nInstant up to 1T tokens (2^40): nothing is computed. Default: 131072 tokens.\nExample: longspan plan --tokens "
+      "1G "
+      "--assign all --segments 2048,32768 --dilations 1,16 --json");
   const auto command = std::make_shared<PlanCommand>();
   command->problem.add_to(*parser);
   parser->add_flag("--json", command->json, "Machine-readable output");

@@ -8,8 +8,8 @@ namespace longspan::cli {
 void print_json(const Json& value) { print_text(value.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"); }
 
 Json describe(const Problem& problem) {
-  return {{"tokens", problem.tokens},     {"batch", problem.batch},       {"heads", problem.heads},
-          {"kv_heads", problem.kv_heads}, {"head_dim", problem.head_dim}, {"dtype", name_of(problem.dtype)},
+  return {{"tokens", problem.tokens},           {"batch", problem.batch},       {"heads", problem.heads},
+          {"kv_heads", problem.kv_heads},       {"head_dim", problem.head_dim}, {"dtype", name_of(problem.dtype)},
           {"device", to_string(problem.device)}};
 }
 

@@ -47,22 +47,25 @@ Failure describe(const std::exception& error) {
   if (dynamic_cast<const Cancelled*>(&error)) return {interrupt_exit_code(), "interrupted"};
   if (dynamic_cast<const InvalidArgument*>(&error)) return {kBadInput, error.what()};
   if (dynamic_cast<const Unsupported*>(&error)) return {kBadInput, error.what()};
-  if (dynamic_cast<const std::bad_alloc*>(&error)) return {kFailure, "out of memory: use fewer tokens, heads or threads"};
+  if (dynamic_cast<const std::bad_alloc*>(&error))
+    return {kFailure, "out of memory: use fewer tokens, heads or threads"};
   return {kFailure, error.what()};
 }
 
 int report(const CLI::ParseError& error, const CLI::App& app, const std::vector<std::string>& arguments) {
   if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) {  // --help, --version
-    const CLI::App* asked = app.get_subcommands().empty() ? &app : app.get_subcommands().front();
-    const bool version = dynamic_cast<const CLI::CallForVersion*>(&error) != nullptr;
-    print_text(version ? std::string(error.what()) + "\n" : asked->help());
+    if (dynamic_cast<const CLI::CallForVersion*>(&error) != nullptr) print("{}\n", error.what());
+    else print_text(app.get_subcommands().empty() ? app.help() : app.get_subcommands().front()->help(app.get_name()));
     finish_output();
     return kSuccess;
   }
-  std::string message = error.what();
+  // The parser speaks of subcommands and of words it was not expecting; users know commands.
+  std::string message =
+      dynamic_cast<const CLI::RequiredError*>(&error) && app.get_subcommands().empty()
+          ? (arguments.empty() ? "no command given" : fmt::format("'{}' is not a command", arguments[0]))
+          : error.what();
   while (!message.empty() && message.back() == '\n') message.pop_back();
-  const std::string suggestion = suggest(app, arguments);
-  note("longspan: {}{}", message, suggestion.empty() ? "; see longspan --help" : "; " + suggestion);
+  note("longspan: {}; {}", message, suggest(app, arguments));
   return kBadInput;
 }
 
@@ -71,7 +74,8 @@ int run(int count, char** values) {
   app.footer(kFooter);
   app.set_version_flag("--version", fmt::format("longspan {} ({})", version(), commit()));
   app.require_subcommand(1);
-  const Command commands[] = {add_demo(app), add_attend(app), add_plan(app), add_info(app), add_check(app), add_bench(app)};
+  const Command commands[] = {add_demo(app), add_attend(app), add_plan(app),
+                              add_info(app), add_check(app),  add_bench(app)};
   try {
     app.parse(count, values);
   } catch (const CLI::ParseError& error) {

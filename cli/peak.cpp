@@ -83,7 +83,8 @@ double measured_peak_gflops(DType dtype, int threads) {
   LoopControl control;
   control.cancel = &interrupted();
   for (int round = 0; round < kRounds; ++round) {
-    // Every thread works until the same moment; what it did is divided by its own time, which a late start thus excludes.
+    // Every thread works until the same moment; what it did is divided by its own time, which a late start thus
+    // excludes.
     std::vector<double> rates(static_cast<std::size_t>(threads), 0.0);
     const auto begin = std::chrono::steady_clock::now();
     parallel_for(threads, threads, control, [&](int, std::int64_t item) {

@@ -1,8 +1,8 @@
 // Parsing of the shared problem options.
 #include "problem_options.h"
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <charconv>
@@ -52,8 +52,8 @@ std::int64_t parse_size(std::string_view name, std::string_view text) {
   int shift = 0;
   if (!digits.empty()) {
     constexpr std::string_view kUnits = "KMGT";
-    const char last = digits.back() >= 'a' && digits.back() <= 'z' ? static_cast<char>(digits.back() - 'a' + 'A')
-                                                                    : digits.back();
+    const char last =
+        digits.back() >= 'a' && digits.back() <= 'z' ? static_cast<char>(digits.back() - 'a' + 'A') : digits.back();
     const std::size_t unit = kUnits.find(last);
     if (unit != std::string_view::npos) {
       shift = 10 * (static_cast<int>(unit) + 1);
@@ -97,31 +97,33 @@ Problem ProblemChoice::problem(std::int64_t default_tokens) const {
 void ProblemOptions::add_to(CLI::App& command) {
   command_ = &command;
   const std::string group = "Problem";
-  const auto add = [&](const char* flags, std::string& target, const char* meaning, const char* type) {
-    return command.add_option(flags, target, meaning)->group(group)->type_name(type)->capture_default_str();
+  const auto add = [&](const char* flags, std::string& target, const char* type, const std::string& meaning) {
+    const std::string text = target.empty() ? meaning : fmt::format("{} (default: {})", meaning, target);
+    command.add_option(flags, target, text)->group(group)->type_name(type);
   };
-  add("--tokens", tokens_, "Sequence length: 131072, 128K, 1M (powers of 1024)", "SIZE");
-  add("--batch", batch_, "Batch entries", "SIZE");
-  add("--heads", heads_, "Query heads", "SIZE");
-  add("--kv-heads", kv_heads_, "Key/value heads, a divisor of --heads (default: --heads)", "SIZE");
-  add("--head-dim", head_dim_, "Numbers per head", "SIZE");
-  add("--dtype", dtype_, "Storage type: f32, bf16 or f16", "TYPE");
-  auto* segments = add("--segments", segments_, "Segment length of each branch", "A,B,C");
-  auto* dilations = add("--dilations", dilations_, "Dilation of each branch", "A,B,C");
-  auto* assign = add("--assign", assign_, "groups: branches share the heads out; all: every branch has all heads",
-                     "groups|all");
-  auto* phase = add("--phase", phase_, "Phase rule of --assign all", "paper|torchscale");
-  auto* pad_keys = command.add_flag("--pad-keys", pad_keys_, "Attend to zero padding as torchscale does")->group(group);
-  auto* pattern = add("--pattern", pattern_, "The whole pattern as text, e.g. 'longnet 2048/1 4096/2' or 'dense'", "TEXT");
-  for (CLI::Option* part : {segments, dilations, assign, phase, pad_keys}) pattern->excludes(part);
-  command.add_flag("--causal", causal_, "Positions see themselves and earlier ones only")->group(group);
-  add("--dropout", dropout_, "Probability of dropping a pair, in [0, 1)", "P");
-  add("--scale", scale_, "Factor on scores (default: 1/sqrt(head-dim))", "X");
-  add("--layout", layout_, "Order of dimensions in memory", "bnhd|bhnd");
-  add("--device", device_, "cpu, cuda or cuda:1", "DEVICE");
-  add("--threads", threads_, "CPU threads; 0: as many as the process may use", "COUNT");
-  add("--kernel", kernel_, "Run this kernel or fail (default: the fastest that can; see longspan info)", "NAME");
-  add("--seed", seed_, "Seed of random numbers", "NUMBER");
+  const auto add_flag = [&](const char* flag, bool& target, const char* meaning) {
+    command.add_flag(flag, target, meaning)->group(group);
+  };
+  add("--tokens", tokens_, "SIZE", "Sequence length: 131072, 128K, 1M (powers of 1024)");
+  add("--batch", batch_, "SIZE", "Batch entries");
+  add("--heads", heads_, "SIZE", "Query heads");
+  add("--kv-heads", kv_heads_, "SIZE", "Key/value heads, a divisor of --heads (default: --heads)");
+  add("--head-dim", head_dim_, "SIZE", "Numbers per head, 1 to 256");
+  add("--dtype", dtype_, "TYPE", "Storage type: f32, bf16 or f16");
+  add("--segments", segments_, "A,B,C", "Segment length of each branch");
+  add("--dilations", dilations_, "A,B,C", "Dilation of each branch");
+  add("--assign", assign_, "groups|all", "groups: branches share the heads out; all: every branch has all heads");
+  add("--phase", phase_, "RULE", "Phase rule of --assign all: paper or torchscale");
+  add_flag("--pad-keys", pad_keys_, "Attend to zero padding as torchscale does");
+  add("--pattern", pattern_, "TEXT", "The whole pattern as text instead: 'dense', 'longnet 2048/1 4096/2', ...");
+  add_flag("--causal", causal_, "Positions see themselves and earlier ones only");
+  add("--dropout", dropout_, "P", "Probability of dropping a pair, in [0, 1)");
+  add("--scale", scale_, "X", "Factor on scores (default: 1/sqrt(head-dim))");
+  add("--layout", layout_, "ORDER", "Order of dimensions in memory: bnhd or bhnd");
+  add("--device", device_, "DEVICE", "cpu, cuda or cuda:1");
+  add("--threads", threads_, "COUNT", "CPU threads; 0: as many as the process may use");
+  add("--kernel", kernel_, "NAME", "Run this kernel or fail (default: the fastest that can; see longspan info)");
+  add("--seed", seed_, "NUMBER", "Seed of random numbers");
 }
 
 bool ProblemOptions::given(const std::string& name) const { return command_->count("--" + name) > 0; }
@@ -133,8 +135,8 @@ ProblemChoice ProblemOptions::resolve() const {
   if (given("tokens")) choice.tokens = parse_size_in("tokens", tokens_, 0, kMost, "a sequence has 0 rows or more");
   choice.batch = parse_size_in("batch", batch_, 0, kMost, "a batch has 0 entries or more");
   choice.heads = parse_size_in("heads", heads_, 1, kMostHeads, "give 1 to 1M heads");
-  choice.kv_heads = kv_heads_.empty() ? choice.heads
-                                      : parse_size_in("kv-heads", kv_heads_, 1, kMostHeads, "give 1 to 1M heads");
+  choice.kv_heads =
+      kv_heads_.empty() ? choice.heads : parse_size_in("kv-heads", kv_heads_, 1, kMostHeads, "give 1 to 1M heads");
   if (choice.heads % choice.kv_heads != 0) {
     refuse("kv-heads", kv_heads_, fmt::format("it must divide the number of heads, {}", choice.heads));
   }
@@ -149,6 +151,9 @@ ProblemChoice ProblemOptions::resolve() const {
   const auto phase =
       choose<PhaseRule>("phase", phase_, {{"paper", PhaseRule::paper}, {"torchscale", PhaseRule::torchscale}});
   if (given("pattern")) {
+    for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys"}) {
+      if (given(part)) refuse("pattern", pattern_, fmt::format("it says everything, leave --{} out", part));
+    }
     choice.pattern = Pattern::parse(pattern_);
   } else {
     const auto segments = parse_sizes("segments", segments_);

@@ -7,7 +7,8 @@
 
 namespace longspan::cli {
 
-/// Fills `count` elements with standard normal numbers, rounded to dtype. Different streams of one seed are independent.
+/// Fills `count` elements with standard normal numbers, rounded to dtype. Different streams of one seed are
+/// independent.
 void fill_normal(void* data, DType dtype, std::int64_t count, std::uint64_t seed, std::uint32_t stream);
 
 }  // namespace longspan::cli

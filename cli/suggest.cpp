@@ -1,8 +1,8 @@
 // Edit distance between what was typed and what exists.
 #include "suggest.h"
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <numeric>
@@ -50,9 +50,9 @@ std::string suggest(const CLI::App& app, const std::vector<std::string>& argumen
     if (!arguments.empty() && arguments[0] == known->get_name()) command = known;
   }
   if (command == nullptr) {
-    if (arguments.empty() || arguments[0].starts_with("-")) return {};
-    const std::string word = nearest(arguments[0], commands);
-    return word.empty() ? fmt::format("commands are {}", fmt::join(commands, ", ")) : fmt::format("did you mean {}?", word);
+    const std::string word = arguments.empty() ? "" : nearest(arguments[0], commands);
+    return word.empty() ? fmt::format("commands are {}", fmt::join(commands, ", "))
+                        : fmt::format("did you mean {}?", word);
   }
   std::vector<std::string> options;
   for (const CLI::Option* option : command->get_options()) {

@@ -10,7 +10,7 @@ class App;
 
 namespace longspan::cli {
 
-/// A sentence such as "did you mean --tokens?", or nothing where no word is near.
+/// "did you mean --tokens?", or where to read on if no word is near.
 std::string suggest(const CLI::App& app, const std::vector<std::string>& arguments);
 
 }  // namespace longspan::cli

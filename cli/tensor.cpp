@@ -46,15 +46,16 @@ Tensor Tensor::lse(std::string_view name, std::int64_t batch, std::int64_t rows,
 void require_memory(double bytes) {
   const double present = memory_bytes();
   if (bytes > 0.9 * present) {
-    throw OutOfMemory(fmt::format("tensors of {} are needed and this machine has {}: use fewer tokens", short_bytes(bytes),
-                                  short_bytes(present)));
+    throw OutOfMemory(fmt::format("tensors of {} are needed and this machine has {}: use fewer tokens",
+                                  short_bytes(bytes), short_bytes(present)));
   }
 }
 
 Workload::Workload(const Problem& shape, Layout layout, std::uint64_t seed) {
   checked_bytes("q", {shape.batch, shape.tokens, shape.heads, shape.head_dim}, size_of(shape.dtype));
   const double rows = static_cast<double>(shape.batch) * static_cast<double>(shape.tokens);
-  const double numbers = 4 * rows * static_cast<double>(shape.head_dim) * static_cast<double>(shape.heads + shape.kv_heads);
+  const double numbers =
+      4 * rows * static_cast<double>(shape.head_dim) * static_cast<double>(shape.heads + shape.kv_heads);
   require_memory(numbers * static_cast<double>(size_of(shape.dtype)));
   const auto tensor = [&](std::string_view name, std::int64_t heads) {
     return Tensor(name, shape.dtype, layout, shape.batch, shape.tokens, heads, shape.head_dim);

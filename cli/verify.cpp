@@ -35,15 +35,16 @@ RowCheck compare(std::string name, const ConstTensorView& actual, const std::vec
   const Tensor rows = gather(name, actual, positions);
   const reference::Comparison comparison = reference::compare(rows.view(), expected);
   const double count = static_cast<double>(actual.batch() * actual.heads()) * static_cast<double>(positions.size());
-  return {std::move(name),           count, comparison.largest_error, comparison.over_tolerance, comparison.rms_over_model,
-          comparison.worst, comparison.ok()};
+  return {
+      std::move(name),  count,          comparison.largest_error, comparison.over_tolerance, comparison.rms_over_model,
+      comparison.worst, comparison.ok()};
 }
 
 }  // namespace
 
 std::vector<std::int64_t> sample_positions(const Plan& plan, std::uint64_t seed) {
-  constexpr int kMost = 6;            // random rows of one strand
-  constexpr double kPairs = 1.5e7;    // pairs the reference may look at, so that dense patterns stay quick
+  constexpr int kMost = 6;          // random rows of one strand
+  constexpr double kPairs = 1.5e7;  // pairs the reference may look at, so that dense patterns stay quick
   const std::int64_t tokens = plan.problem().tokens;
   std::mt19937_64 random(seed);
   std::set<std::int64_t> positions;
@@ -53,7 +54,8 @@ std::vector<std::int64_t> sample_positions(const Plan& plan, std::uint64_t seed)
       for (const std::int64_t head : {branch.head_begin, branch.head_begin + branch.head_count - 1}) {
         const Strand strand = branch.strand(head, segment, tokens);
         if (strand.count == 0) continue;
-        const double cost = static_cast<double>(strand.count) * static_cast<double>(branch.head_count * plan.problem().batch);
+        const double cost =
+            static_cast<double>(strand.count) * static_cast<double>(branch.head_count * plan.problem().batch);
         const double share = kPairs / static_cast<double>(plan.branches().size());
         const int chosen = static_cast<int>(std::clamp(share / cost, 0.0, static_cast<double>(kMost)));
         std::vector<std::int64_t> indices = {0, strand.count / 2, strand.count - 1};
@@ -70,8 +72,8 @@ std::vector<std::int64_t> sample_positions(const Plan& plan, std::uint64_t seed)
 std::vector<RowCheck> verify(const Plan& plan, const Call& call, const Workload& work) {
   const std::vector<std::int64_t> positions = sample_positions(plan, call.dropout_seed);
   if (positions.empty()) return {};
-  const ConstTensorView q = work.q.view(), k = work.k.view(), v = work.v.view(), out = work.out.view(), lse = work.lse.view(),
-                        dout = work.dout.view();
+  const ConstTensorView q = work.q.view(), k = work.k.view(), v = work.v.view(), out = work.out.view(),
+                        lse = work.lse.view(), dout = work.dout.view();
   std::vector<RowCheck> checks;
   {
     Problem problem = plan.problem();

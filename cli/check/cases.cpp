@@ -94,8 +94,9 @@ std::int64_t CheckCase::query_rows() const {
 }
 
 std::string CheckCase::to_string() const {
-  std::string text = fmt::format("{}, {} tokens, batch {}, {} heads ({} key/value) of {}, {}, {}", pattern.to_string().substr(0, 160),
-                                 tokens, batch, heads, kv_heads, head_dim, name_of(dtype), layout == Layout::bnhd ? "bnhd" : "bhnd");
+  std::string text =
+      fmt::format("{}, {} tokens, batch {}, {} heads ({} key/value) of {}, {}, {}", pattern.to_string().substr(0, 160),
+                  tokens, batch, heads, kv_heads, head_dim, name_of(dtype), layout == Layout::bnhd ? "bnhd" : "bhnd");
   if (options.causal) text += ", causal";
   if (options.dropout > 0) text += fmt::format(", dropout {}", options.dropout);
   if (options.scale) text += fmt::format(", scale {}", *options.scale);
@@ -144,7 +145,8 @@ CheckCase random_case(std::uint64_t seed, std::uint64_t index) {
   one.tokens = dice.one_in(30) ? dice.between(0, 2) : dice.one_in(6) ? dice.between(150, 330) : dice.between(1, 150);
   one.kv_heads = dice.between(1, 3);
   one.heads = one.kv_heads * dice.between(1, 3);
-  one.head_dim = dice.one_in(2) ? dice.of<std::int64_t>({16, 32, 64, 128}) : dice.of<std::int64_t>({1, 3, 8, 24, 40, 48, 72, 80, 96, 100, 256});
+  one.head_dim = dice.one_in(2) ? dice.of<std::int64_t>({16, 32, 64, 128})
+                                : dice.of<std::int64_t>({1, 3, 8, 24, 40, 48, 72, 80, 96, 100, 256});
   one.batch = dice.one_in(3) ? dice.between(2, 3) : 1;
   one.layout = dice.of({Layout::bnhd, Layout::bhnd});
   one.pattern = random_pattern(dice, one.tokens, one.heads);

@@ -35,8 +35,13 @@ void fill_row_nan(const TensorView& view, std::int64_t entry, std::int64_t row) 
 /// Tensors and call data of a case.
 class CaseData {
  public:
-  explicit CaseData(const CheckCase& one) : one_(one), rows_(one.query_rows()), q("q", one.dtype, one.layout, one.batch, rows_, one.heads, one.head_dim),
-        k(keys("k")), v(keys("v")), dout("dout", one.dtype, one.layout, one.batch, rows_, one.heads, one.head_dim),
+  explicit CaseData(const CheckCase& one)
+      : one_(one),
+        rows_(one.query_rows()),
+        q("q", one.dtype, one.layout, one.batch, rows_, one.heads, one.head_dim),
+        k(keys("k")),
+        v(keys("v")),
+        dout("dout", one.dtype, one.layout, one.batch, rows_, one.heads, one.head_dim),
         dlse_(Tensor::lse("dlse", one.batch, rows_, one.heads)) {
     std::uint32_t stream = 0;
     for (const Tensor* input : {&q, &k, &v, &dout, &dlse_}) {
@@ -53,7 +58,8 @@ class CaseData {
     }
     if (one.key_mask) {
       mask_.resize(static_cast<std::size_t>(one.batch * one.tokens) + 1);
-      for (std::size_t i = 0; i < mask_.size(); ++i) mask_[i] = philox4x32(one.seed, {static_cast<std::uint32_t>(i), 0, 0, 99})[0] % 4 != 0;
+      for (std::size_t i = 0; i < mask_.size(); ++i)
+        mask_[i] = philox4x32(one.seed, {static_cast<std::uint32_t>(i), 0, 0, 99})[0] % 4 != 0;
       call.key_mask = ConstTensorView::mask(mask_.data(), one.batch, one.tokens);
     }
     poison();
@@ -61,15 +67,20 @@ class CaseData {
   }
 
   BackwardArguments arguments(const Plan& plan) const {
-    return {plan, call, ranges(), q.view(), k_argument(), v_argument(), {}, {}, dout.view(), {}, {}, {}, num_threads(), nullptr};
+    return {plan, call,        ranges(), q.view(), k_argument(), v_argument(),  {},
+            {},   dout.view(), {},       {},       {},           num_threads(), nullptr};
   }
-  std::span<const RowRange> ranges() const { return one_.query_ranges.empty() ? std::span(&whole_, 1) : std::span(one_.query_ranges); }
+  std::span<const RowRange> ranges() const {
+    return one_.query_ranges.empty() ? std::span(&whole_, 1) : std::span(one_.query_ranges);
+  }
   /// With pieces the rows are found there only.
   ConstTensorView k_argument() const { return without_data(k); }
   ConstTensorView v_argument() const { return without_data(v); }
 
  private:
-  Tensor keys(std::string_view name) const { return {name, one_.dtype, one_.layout, one_.batch, one_.tokens, one_.kv_heads, one_.head_dim}; }
+  Tensor keys(std::string_view name) const {
+    return {name, one_.dtype, one_.layout, one_.batch, one_.tokens, one_.kv_heads, one_.head_dim};
+  }
 
   ConstTensorView without_data(const Tensor& tensor) const {
     ConstTensorView view = tensor.view();
@@ -129,7 +140,8 @@ class CaseData {
   Tensor dlse_;
 };
 
-CaseResult run_kernel(const CheckCase& one, const CaseData& data, std::string_view kernel, const reference::Expectation& expected) {
+CaseResult run_kernel(const CheckCase& one, const CaseData& data, std::string_view kernel,
+                      const reference::Expectation& expected) {
   CaseResult result;
   result.kernel = kernel;
   Options options = one.options;
@@ -160,10 +172,11 @@ CaseResult run_kernel(const CheckCase& one, const CaseData& data, std::string_vi
     result.rms_over_model = std::max(result.rms_over_model, comparison.rms_over_model);
     if (comparison.ok() || !result.ok) continue;
     result.ok = false;
-    result.problem = fmt::format("{}: {}", kQuantities[i],
-                                 comparison.over_tolerance > 1
-                                     ? comparison.worst
-                                     : fmt::format("root mean square error is {:.2f} times the rounded model's", comparison.rms_over_model));
+    result.problem = fmt::format(
+        "{}: {}", kQuantities[i],
+        comparison.over_tolerance > 1
+            ? comparison.worst
+            : fmt::format("root mean square error is {:.2f} times the rounded model's", comparison.rms_over_model));
   }
   return result;
 }
@@ -172,7 +185,8 @@ CaseResult run_kernel(const CheckCase& one, const CaseData& data, std::string_vi
 
 std::vector<CaseResult> run_case(const CheckCase& one, std::string_view only) {
   const CaseData data(one);
-  const auto plan = Attention(one.pattern, one.options).plan(Attention::problem(data.q.view(), data.k_argument(), data.call));
+  const auto plan =
+      Attention(one.pattern, one.options).plan(Attention::problem(data.q.view(), data.k_argument(), data.call));
   const reference::Expectation expected = reference::expect(data.arguments(*plan));
   std::vector<CaseResult> results;
   for (const Kernel* kernel : all_kernels()) {

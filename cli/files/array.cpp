@@ -44,8 +44,8 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
   struct stat status = {};
   if (fstat(number, &status) != 0) throw IoError(fmt::format("cannot read '{}': {}", path, std::strerror(errno)));
   if (!S_ISREG(status.st_mode)) {
-    throw InvalidArgument(path, fmt::format("'{}' is not a regular file: inputs are memory-mapped, save it to disk first",
-                                            path));
+    throw InvalidArgument(
+        path, fmt::format("'{}' is not a regular file: inputs are memory-mapped, save it to disk first", path));
   }
   if (status.st_size == 0) return;
   const auto size = static_cast<std::size_t>(status.st_size);
@@ -75,8 +75,8 @@ Location parse_location(const std::string& location) {
 
 std::size_t array_bytes(const std::string& where, const std::vector<std::int64_t>& shape, DType dtype) {
   if (shape.size() > kMostDimensions) {
-    throw InvalidArgument(where, fmt::format("{}: {} dimensions, at most {} make sense", where, shape.size(),
-                                             kMostDimensions));
+    throw InvalidArgument(
+        where, fmt::format("{}: {} dimensions, at most {} make sense", where, shape.size(), kMostDimensions));
   }
   std::int64_t bytes = size_of(dtype);
   bool empty = false;

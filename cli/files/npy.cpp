@@ -13,7 +13,8 @@
 namespace longspan::cli {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "files hold little-endian numbers, which are mapped as they are");
+static_assert(std::endian::native == std::endian::little,
+              "files hold little-endian numbers, which are mapped as they are");
 
 constexpr std::string_view kMagic = "\x93NUMPY";
 constexpr std::size_t kMostHeaderBytes = 1 << 20;
@@ -90,8 +91,8 @@ DType dtype_of(std::string_view descr, const std::string& where, const ReadOptio
     throw InvalidArgument(where, fmt::format("{}: uint16 may be bfloat16 bits: say so with --dtype bf16", where));
   }
   if (!descr.empty() && descr.front() == '>') {
-    throw InvalidArgument(where, fmt::format("{}: element type '{}' is big-endian: save x.astype('<{}')", where, descr,
-                                             descr.substr(1)));
+    throw InvalidArgument(
+        where, fmt::format("{}: element type '{}' is big-endian: save x.astype('<{}')", where, descr, descr.substr(1)));
   }
   throw InvalidArgument(where, fmt::format("{}: element type '{}' is not one of float32, float16, bfloat16 (as V2), "
                                            "float64, int32, int64, bool",
@@ -116,7 +117,9 @@ std::vector<std::int64_t> shape_of(Literal& literal) {
 
 ArrayHeader read_npy_header(std::span<const std::byte> file, const std::string& where, const ReadOptions& options) {
   const std::string_view text(reinterpret_cast<const char*>(file.data()), file.size());
-  const auto refuse = [&](const std::string& message) { throw InvalidArgument(where, fmt::format("{}: {}", where, message)); };
+  const auto refuse = [&](const std::string& message) {
+    throw InvalidArgument(where, fmt::format("{}: {}", where, message));
+  };
   if (text.size() < kMagic.size() + 4 || !text.starts_with(kMagic)) {
     refuse("not an .npy file: it does not begin with NumPy's magic bytes");
   }
@@ -127,7 +130,8 @@ ArrayHeader read_npy_header(std::span<const std::byte> file, const std::string& 
   if (text.size() < begin) refuse("truncated inside the .npy header");
   std::size_t length = 0;
   std::memcpy(&length, file.data() + kMagic.size() + 2, length_bytes);
-  if (length > kMostHeaderBytes) refuse(fmt::format("an .npy header of {} bytes; at most {} make sense", length, kMostHeaderBytes));
+  if (length > kMostHeaderBytes)
+    refuse(fmt::format("an .npy header of {} bytes; at most {} make sense", length, kMostHeaderBytes));
   if (length > text.size() - begin) refuse("truncated inside the .npy header");
 
   Literal literal(text.substr(begin, length), where);
@@ -171,13 +175,20 @@ ArrayHeader read_npy_header(std::span<const std::byte> file, const std::string& 
 std::string npy_header(DType dtype, const std::vector<std::int64_t>& shape) {
   const auto descr = [&]() -> std::string_view {
     switch (dtype) {
-      case DType::f32: return "<f4";
-      case DType::f16: return "<f2";
-      case DType::f64: return "<f8";
-      case DType::bf16: return "<V2";
-      case DType::i32: return "<i4";
-      case DType::i64: return "<i8";
-      case DType::boolean: return "|b1";
+      case DType::f32:
+        return "<f4";
+      case DType::f16:
+        return "<f2";
+      case DType::f64:
+        return "<f8";
+      case DType::bf16:
+        return "<V2";
+      case DType::i32:
+        return "<i4";
+      case DType::i64:
+        return "<i8";
+      case DType::boolean:
+        return "|b1";
     }
     throw Unsupported("an element type that .npy cannot hold");
   }();

@@ -125,12 +125,14 @@ ArrayWriter::~ArrayWriter() = default;
 
 void ArrayWriter::add(const std::string& location, DType dtype, std::vector<std::int64_t> shape, const void* data) {
   const Location place = parse_location(location);
-  auto file = std::find_if(files_.begin(), files_.end(), [&](const File& other) { return other.place.path == place.path; });
+  auto file =
+      std::find_if(files_.begin(), files_.end(), [&](const File& other) { return other.place.path == place.path; });
   if (file != files_.end()) {
-    const bool clash = !place.safetensors || std::any_of(file->contents.begin(), file->contents.end(), [&](const auto& content) {
-      return content.array.name == place.name;
-    });
-    if (clash) throw InvalidArgument(location, fmt::format("two outputs are named '{}': give each its own name", location));
+    const bool clash =
+        !place.safetensors || std::any_of(file->contents.begin(), file->contents.end(),
+                                          [&](const auto& content) { return content.array.name == place.name; });
+    if (clash)
+      throw InvalidArgument(location, fmt::format("two outputs are named '{}': give each its own name", location));
   } else {
     files_.push_back({place, std::make_unique<OutputFile>(place.path), {}});
     file = files_.end() - 1;
@@ -142,7 +144,8 @@ void ArrayWriter::commit() {
   for (File& file : files_) {
     std::vector<NamedArray> arrays;
     for (const auto& content : file.contents) arrays.push_back(content.array);
-    file.output->write(file.place.safetensors ? safetensors_header(arrays) : npy_header(arrays[0].dtype, arrays[0].shape));
+    file.output->write(file.place.safetensors ? safetensors_header(arrays)
+                                              : npy_header(arrays[0].dtype, arrays[0].shape));
     for (const auto& content : file.contents) {
       const std::size_t bytes = array_bytes(content.array.name, content.array.shape, content.array.dtype);
       file.output->write({static_cast<const std::byte*>(content.data), bytes});

@@ -19,7 +19,7 @@ constexpr std::uint64_t kMostHeaderBytes = 100'000'000;
 constexpr std::size_t kAlignment = 64;
 
 constexpr std::pair<std::string_view, DType> kTypes[] = {
-    {"F32", DType::f32}, {"F16", DType::f16}, {"BF16", DType::bf16}, {"F64", DType::f64},
+    {"F32", DType::f32}, {"F16", DType::f16}, {"BF16", DType::bf16},   {"F64", DType::f64},
     {"I32", DType::i32}, {"I64", DType::i64}, {"BOOL", DType::boolean}};
 
 [[noreturn]] void refuse(const std::string& where, const std::string& message) {

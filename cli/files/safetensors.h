@@ -8,8 +8,8 @@
 
 namespace longspan::cli {
 
-/// Finds tensor `name` in a file; `where` names the file in errors. Throws InvalidArgument unless the header is complete
-/// and the tensor's shape, type and offsets agree with each other and with the file.
+/// Finds tensor `name` in a file; `where` names the file in errors. Throws InvalidArgument unless the header is
+/// complete and the tensor's shape, type and offsets agree with each other and with the file.
 ArrayHeader read_safetensors_header(std::span<const std::byte> file, const std::string& where, const std::string& name,
                                     const ReadOptions& options);
 

@@ -12,7 +12,7 @@
 namespace longspan::cli {
 namespace {
 
-constexpr int kColours = 8;         // .c0 to .c7 in the page's style sheet
+constexpr int kColours = 8;           // .c0 to .c7 in the page's style sheet
 constexpr std::int64_t kWindow = 64;  // positions in the close-up views
 constexpr std::int64_t kMostMarks = 400;
 
@@ -20,8 +20,9 @@ std::string colour_class(std::size_t branch) { return fmt::format("c{}", branch 
 
 /// Opens a drawing `width` x `height` units large that CSS stretches.
 std::string open_svg(std::string_view style, double width, double height, std::string_view title) {
-  return fmt::format(R"(<svg class="{}" viewBox="0 0 {:g} {:g}" preserveAspectRatio="none" role="img"><title>{}</title>)",
-                     style, width, height, escape_html(title));
+  return fmt::format(
+      R"(<svg class="{}" viewBox="0 0 {:g} {:g}" preserveAspectRatio="none" role="img"><title>{}</title>)", style,
+      width, height, escape_html(title));
 }
 
 std::string rectangle(std::string_view style, double x, double y, double width, double height) {
@@ -78,7 +79,8 @@ std::string ordinal(std::int64_t number) {
 std::string overview_strip(const Plan& plan, const BranchPlan& branch, const Example& example, std::size_t index) {
   const auto tokens = static_cast<double>(plan.problem().tokens);
   const double unit = 1000 / tokens;
-  std::string svg = open_svg("strip", 1000, 10, fmt::format("Segments of branch {}; the highlighted one holds the row", index));
+  std::string svg =
+      open_svg("strip", 1000, 10, fmt::format("Segments of branch {}; the highlighted one holds the row", index));
   svg += rectangle("track", 0, 0, 1000, 10);
   const auto begin = static_cast<double>(example.segment_begin);
   const auto end = static_cast<double>(plan.options().causal ? example.position + 1 : example.segment_end);
@@ -99,8 +101,9 @@ std::string close_up(const Plan& plan, const BranchPlan& branch, const Example& 
   const std::int64_t tokens = plan.problem().tokens;
   const std::int64_t width = std::min(kWindow, tokens);
   const std::int64_t begin = std::clamp<std::int64_t>(example.position - width / 2, 0, tokens - width);
-  std::string svg = open_svg("strip tall", static_cast<double>(width), 1,
-                             fmt::format("Positions {} to {}: filled cells are keys the row sees", begin, begin + width - 1));
+  std::string svg =
+      open_svg("strip tall", static_cast<double>(width), 1,
+               fmt::format("Positions {} to {}: filled cells are keys the row sees", begin, begin + width - 1));
   for (std::int64_t i = 0; i < width; ++i) {
     const std::int64_t position = begin + i;
     const bool seen = sees(plan, branch, example, position);
@@ -108,8 +111,9 @@ std::string close_up(const Plan& plan, const BranchPlan& branch, const Example& 
     svg += rectangle(style, static_cast<double>(i) + 0.06, 0, 0.88, 1);
   }
   svg += "</svg>";
-  return svg + fmt::format(R"(<div class="ends"><span>{}</span><span>positions around the row</span><span>{}</span></div>)",
-                           with_commas(static_cast<double>(begin)), with_commas(static_cast<double>(begin + width - 1)));
+  return svg +
+         fmt::format(R"(<div class="ends"><span>{}</span><span>positions around the row</span><span>{}</span></div>)",
+                     with_commas(static_cast<double>(begin)), with_commas(static_cast<double>(begin + width - 1)));
 }
 
 }  // namespace
@@ -118,11 +122,20 @@ std::string escape_html(std::string_view text) {
   std::string safe;
   for (const char letter : text) {
     switch (letter) {
-      case '&': safe += "&amp;"; break;
-      case '<': safe += "&lt;"; break;
-      case '>': safe += "&gt;"; break;
-      case '"': safe += "&quot;"; break;
-      default: safe += letter;
+      case '&':
+        safe += "&amp;";
+        break;
+      case '<':
+        safe += "&lt;";
+        break;
+      case '>':
+        safe += "&gt;";
+        break;
+      case '"':
+        safe += "&quot;";
+        break;
+      default:
+        safe += letter;
     }
   }
   return safe;
@@ -133,21 +146,21 @@ std::string keys_picture(const Plan& plan) {
   for (std::size_t index = 0; index < plan.branches().size(); ++index) {
     const BranchPlan& branch = plan.branches()[index];
     const auto example = example_of(plan, branch);
-    const std::string segment = branch.segment == kWholeSequence ? "the whole sequence"
-                                                                 : with_commas(static_cast<double>(branch.segment));
+    const std::string segment =
+        branch.segment == kWholeSequence ? "the whole sequence" : with_commas(static_cast<double>(branch.segment));
     html += fmt::format(R"(<div class="branch"><h3><i class="key {}"></i>Branch {}: segment {}, dilation {}</h3>)",
                         colour_class(index), index, segment, with_commas(static_cast<double>(branch.dilation)));
     if (!example) {
       html += "<p>Takes no part: it has no rows in a sequence of this length.</p></div>";
       continue;
     }
-    html += fmt::format("<p>Heads {} to {}. Row {} of head {} sees {} keys{}, every {} between {} and {}.</p>",
-                        branch.head_begin, branch.head_begin + branch.head_count - 1,
-                        with_commas(static_cast<double>(example->position)), example->head,
-                        with_commas(static_cast<double>(example->keys)), branch.mask ? " at most (block mask)" : "",
-                        branch.dilation == 1 ? std::string("position") : ordinal(branch.dilation) + " position",
-                        with_commas(static_cast<double>(example->segment_begin)),
-                        with_commas(static_cast<double>(plan.options().causal ? example->position : example->segment_end - 1)));
+    html += fmt::format(
+        "<p>Heads {} to {}. Row {} of head {} sees {} keys{}, every {} between {} and {}.</p>", branch.head_begin,
+        branch.head_begin + branch.head_count - 1, with_commas(static_cast<double>(example->position)), example->head,
+        with_commas(static_cast<double>(example->keys)), branch.mask ? " at most (block mask)" : "",
+        branch.dilation == 1 ? std::string("position") : ordinal(branch.dilation) + " position",
+        with_commas(static_cast<double>(example->segment_begin)),
+        with_commas(static_cast<double>(plan.options().causal ? example->position : example->segment_end - 1)));
     html += overview_strip(plan, branch, *example, index);
     html += fmt::format(R"(<div class="ends"><span>0</span><span>the whole sequence</span><span>{}</span></div>)",
                         with_commas(static_cast<double>(plan.problem().tokens - 1)));
@@ -197,7 +210,9 @@ std::string memory_picture(double extra_bytes, double dense_bytes) {
   };
   return bar("Extra memory of this run, measured", extra_bytes, "c0") +
          bar("Score matrix of dense attention", dense_bytes, "c3") +
-         (extra_bytes >= 1 ? fmt::format(R"(<p class="bar-note">{} times as much.</p>)", with_commas(dense_bytes / extra_bytes)) : "");
+         (extra_bytes >= 1
+              ? fmt::format(R"(<p class="bar-note">{} times as much.</p>)", with_commas(dense_bytes / extra_bytes))
+              : "");
 }
 
 }  // namespace longspan::cli

@@ -73,8 +73,8 @@ std::string colour_rules() {
 std::string legend(const Plan& plan) {
   std::string html = R"(<div class="legend">)";
   for (std::size_t index = 0; index < plan.branches().size(); ++index) {
-    html += fmt::format(R"(<span><i class="key c{}"></i>branch {}: {:.3g}% of its heads' rows</span>)", index % 8, index,
-                        100.0 / static_cast<double>(plan.branches()[index].dilation));
+    html += fmt::format(R"(<span><i class="key c{}"></i>branch {}: {:.3g}% of its heads' rows</span>)", index % 8,
+                        index, 100.0 / static_cast<double>(plan.branches()[index].dilation));
   }
   return html + R"(<span><i class="key none"></i>covered by none: output 0</span></div>)";
 }
@@ -93,7 +93,8 @@ std::string facts(const Report& report) {
 }
 
 std::string checks_table(const Report& report) {
-  std::string html = "<table><tr><th>compared</th><th>rows</th><th>largest error</th><th>of tolerance</th><th></th></tr>";
+  std::string html =
+      "<table><tr><th>compared</th><th>rows</th><th>largest error</th><th>of tolerance</th><th></th></tr>";
   for (const ReportCheck& check : report.checks) {
     html += fmt::format("<tr><td>{}</td><td>{}</td><td>{:.2e}</td><td>{:.1f}%</td><td class=\"{}\">{}</td></tr>",
                         escape_html(check.name), with_commas(check.rows), check.largest_error, check.worst_ratio * 100,
@@ -111,8 +112,9 @@ std::vector<std::pair<std::string, std::string>> summary_rows(const Report& repo
       {"heads", fmt::format("{} of {}, {}", problem.heads, problem.head_dim, name_of(problem.dtype))},
   };
   for (const ReportPass& pass : report.passes) {
-    rows.emplace_back(pass.name, fmt::format("{}, {:.1f} GFLOP/s ({:.0f}% of peak), kernel {}", short_duration(pass.seconds),
-                                             pass.gflops, 100 * pass.gflops / report.peak_gflops, pass.kernel));
+    rows.emplace_back(pass.name,
+                      fmt::format("{}, {:.1f} GFLOP/s ({:.0f}% of peak), kernel {}", short_duration(pass.seconds),
+                                  pass.gflops, 100 * pass.gflops / report.peak_gflops, pass.kernel));
   }
   double worst = 0;
   for (const ReportCheck& check : report.checks) worst = std::max(worst, check.worst_ratio);
@@ -138,22 +140,29 @@ std::string render_report(const Report& report) {
   html += fmt::format("<style>{}{}</style>\n</head>\n<body>\n<main>\n", kStyle, colour_rules());
   html += fmt::format(
       "<header><span class=\"badge {}\">{}</span>\n<h1>Dilated attention over {} tokens</h1>\n"
-      "<p>Forward and backward on {} thread{}, compared row by row with a float64 computation of the definition.</p></header>\n",
+      "<p>Forward and backward on {} thread{}, compared row by row with a float64 computation of the "
+      "definition.</p></header>\n",
       report.verified ? "pass" : "fail",
       report.verified ? "Verified against the float64 reference" : "Differs from the float64 reference",
       with_commas(static_cast<double>(plan.problem().tokens)), report.threads, report.threads == 1 ? "" : "s");
   html += facts(report) + "\n";
-  html += "<section><h2>Which keys a row sees</h2><p>Every branch cuts the sequence into segments and keeps each d-th row. One row of "
-          "each branch, near the middle (black in light mode, white in dark), and the keys it attends to.</p>" +
-          keys_picture(plan) + "</section>\n";
-  html += "<section><h2>Which branch covers a row</h2><p>The first positions of the sequence, one line per head; the picture repeats "
-          "along the sequence.</p>" +
-          coverage_picture(plan) + legend(plan) + "</section>\n";
+  html +=
+      "<section><h2>Which keys a row sees</h2><p>Every branch cuts the sequence into segments and keeps each d-th row. "
+      "One row of "
+      "each branch, near the middle (black in light mode, white in dark), and the keys it attends to.</p>" +
+      keys_picture(plan) + "</section>\n";
+  html +=
+      "<section><h2>Which branch covers a row</h2><p>The first positions of the sequence, one line per head; the "
+      "picture repeats "
+      "along the sequence.</p>" +
+      coverage_picture(plan) + legend(plan) + "</section>\n";
   html += "<section><h2>Memory</h2><p>On a logarithmic scale: each further length is a factor, not a sum.</p>" +
           memory_picture(report.extra_bytes, report.dense_bytes) + "</section>\n";
-  html += "<section><h2>Compared with the reference</h2><p>Rows from every branch, from the first and the last segment, computed "
-          "again in float64 from the definition.</p>" +
-          checks_table(report) + "</section>\n";
+  html +=
+      "<section><h2>Compared with the reference</h2><p>Rows from every branch, from the first and the last segment, "
+      "computed "
+      "again in float64 from the definition.</p>" +
+      checks_table(report) + "</section>\n";
   html += fmt::format("<section><h2>The run</h2><table class=\"plain\">{}</table></section>\n", rows);
   html += fmt::format("<footer>Repeat it: <code>{}</code><br>{}</footer>\n</main>\n</body>\n</html>\n",
                       escape_html(report.command), escape_html(report.version));

@@ -95,8 +95,9 @@ TEST_F(Files, NpyHeadersOfNumPyAreUnderstood) {
             (std::vector<std::int64_t>{6}));
   EXPECT_EQ(read_npy(npy_file("{\"shape\":(),\"descr\":\"<f8\",\"fortran_order\":False}", 8, 3)).dtype, DType::f64);
   for (const char* descr : {"<V2", "|V2", "bfloat16"}) {
-    EXPECT_EQ(read_npy(npy_file(std::string("{'descr': '") + descr + "', 'fortran_order': False, 'shape': (3,), }", 6)).dtype,
-              DType::bf16);
+    EXPECT_EQ(
+        read_npy(npy_file(std::string("{'descr': '") + descr + "', 'fortran_order': False, 'shape': (3,), }", 6)).dtype,
+        DType::bf16);
   }
   const std::string words = npy_file("{'descr': '<u2', 'fortran_order': False, 'shape': (3,), }", 6);
   EXPECT_THROW(read_npy(words), InvalidArgument);
@@ -106,7 +107,8 @@ TEST_F(Files, NpyHeadersOfNumPyAreUnderstood) {
 TEST_F(Files, UnalignedTensorsAreCopied) {
   // One byte of another tensor first, so that the floats begin at an odd offset.
   write("odd.safetensors", safetensors_file(R"({"a":{"dtype":"BOOL","shape":[1],"data_offsets":[0,1]},)"
-                                            R"("b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}})", 9));
+                                            R"("b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}})",
+                                            9));
   const Array array = read_array(path("odd.safetensors") + "#b");
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(array.data) % 4, 0u);
   EXPECT_EQ(static_cast<const std::uint32_t*>(array.data)[1], 0x01010101u);
@@ -119,8 +121,7 @@ void torment(const std::string& good, std::size_t header, const std::function<Ar
       const ArrayHeader found = read(file);
       ASSERT_LE(found.offset, file.size());
       ASSERT_LE(found.bytes, file.size() - found.offset);
-    } catch (const InvalidArgument&) {
-    }
+    } catch (const InvalidArgument&) {}
   };
   for (std::size_t length = 0; length < good.size(); ++length) {
     EXPECT_THROW(read(good.substr(0, length)), InvalidArgument) << "truncated to " << length;
@@ -142,7 +143,8 @@ TEST_F(Files, NoBrokenNpyHeaderDoesMoreThanThrow) {
 }
 
 TEST_F(Files, NoBrokenSafetensorsHeaderDoesMoreThanThrow) {
-  const std::string good = safetensors_file(R"({"__metadata__":{"a":"b"},"q":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}})", 24);
+  const std::string good =
+      safetensors_file(R"({"__metadata__":{"a":"b"},"q":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}})", 24);
   torment(good, good.size() - 24, [](const std::string& file) { return read_safe(file, "q"); });
 }
 

@@ -30,7 +30,8 @@ TEST(ParseSize, ReadsPowersOf1024) {
   EXPECT_EQ(parse_size("tokens", "1M"), 1 << 20);
   EXPECT_EQ(parse_size("tokens", "1T"), std::int64_t{1} << 40);
   EXPECT_EQ(parse_size("tokens", "9223372036854775807"), INT64_MAX);
-  for (const char* text : {"", "K", "1.5K", "1KK", " 1", "1 ", "0x10", "9223372036854775808", "8388608T", "+1", "1e3"}) {
+  for (const char* text :
+       {"", "K", "1.5K", "1KK", " 1", "1 ", "0x10", "9223372036854775808", "8388608T", "+1", "1e3"}) {
     EXPECT_THROW(parse_size("tokens", text), InvalidArgument) << text;
   }
   EXPECT_EQ(parse_sizes("segments", "1,2K,3"), (std::vector<std::int64_t>{1, 2048, 3}));
@@ -52,11 +53,14 @@ TEST(ProblemOptions, HaveTheDocumentedDefaults) {
 }
 
 TEST(ProblemOptions, ReachThePattern) {
-  EXPECT_EQ(parse({"--assign", "all", "--phase", "torchscale", "--pad-keys", "--segments", "1K,32", "--dilations", "1,2"}).pattern,
-            Pattern::longnet({1024, 32}, {1, 2}, PhaseRule::torchscale).with_pad_keys());
+  EXPECT_EQ(
+      parse({"--assign", "all", "--phase", "torchscale", "--pad-keys", "--segments", "1K,32", "--dilations", "1,2"})
+          .pattern,
+      Pattern::longnet({1024, 32}, {1, 2}, PhaseRule::torchscale).with_pad_keys());
   EXPECT_EQ(parse({"--pattern", "dense"}).pattern, Pattern::dense());
-  const ProblemChoice choice = parse({"--tokens", "2K", "--heads", "6", "--kv-heads", "2", "--dtype", "bf16", "--causal", "--dropout",
-                                      "0.25", "--scale", "0.5", "--layout", "bhnd", "--seed", "18446744073709551615", "--kernel", "plain"});
+  const ProblemChoice choice =
+      parse({"--tokens", "2K", "--heads", "6", "--kv-heads", "2", "--dtype", "bf16", "--causal", "--dropout", "0.25",
+             "--scale", "0.5", "--layout", "bhnd", "--seed", "18446744073709551615", "--kernel", "plain"});
   EXPECT_EQ(choice.problem(1).tokens, 2048);
   EXPECT_EQ(choice.problem(1).kv_heads, 2);
   EXPECT_EQ(choice.dtype, DType::bf16);
@@ -89,7 +93,8 @@ TEST(RandomInputs, AreNormalAndFreeOfThreads) {
 
 TEST(RandomCases, RepeatAndReachEveryOption) {
   EXPECT_EQ(random_case(3, 17).to_string(), random_case(3, 17).to_string());
-  int masks = 0, pieces = 0, lengths = 0, ranges = 0, detached = 0, dlse = 0, alibi = 0, key_mask = 0, pad = 0, skip = 0, bhnd = 0;
+  int masks = 0, pieces = 0, lengths = 0, ranges = 0, detached = 0, dlse = 0, alibi = 0, key_mask = 0, pad = 0,
+      skip = 0, bhnd = 0;
   for (std::uint64_t index = 0; index < 200; ++index) {
     const CheckCase one = random_case(3, index);
     for (const Branch& branch : one.pattern.branches()) masks += branch.mask.has_value();
@@ -104,7 +109,8 @@ TEST(RandomCases, RepeatAndReachEveryOption) {
     skip += one.pattern.long_segments() == LongSegments::skip;
     bhnd += one.layout == Layout::bhnd;
   }
-  for (const int count : {masks, pieces, lengths, ranges, detached, dlse, alibi, key_mask, pad, skip, bhnd}) EXPECT_GT(count, 5);
+  for (const int count : {masks, pieces, lengths, ranges, detached, dlse, alibi, key_mask, pad, skip, bhnd})
+    EXPECT_GT(count, 5);
 }
 
 TEST(Numbers, ReadWell) {

@@ -11,11 +11,12 @@ namespace {
 
 struct Finished {
   explicit Finished(DType dtype, bool causal)
-      : attention(Pattern::dilated({64, 128}, {1, 4}), options(causal)), plan(attention.plan(problem(dtype))),
+      : attention(Pattern::dilated({64, 128}, {1, 4}), options(causal)),
+        plan(attention.plan(problem(dtype))),
         work(plan->problem(), Layout::bhnd, 5) {
     attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view());
-    attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), work.dout.view(), work.dq.view(),
-                       work.dk.view(), work.dv.view());
+    attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), work.dout.view(),
+                       work.dq.view(), work.dk.view(), work.dv.view());
   }
   static Options options(bool causal) {
     Options chosen;

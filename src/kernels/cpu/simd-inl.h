@@ -81,9 +81,12 @@ HWY_INLINE V exp2(V x) {
   const V lowest = broadcast(-126.0f);
   const auto below = hn::Lt(x, lowest);
   x = hn::IfThenElse(below, lowest, x);
-  const auto whole = hn::NearestInt(x);
-  const V p = exp2_fraction<kDegree>(hn::Sub(x, hn::ConvertTo(kFloat, whole)));
-  return hn::IfThenZeroElse(below, hn::BitCast(kFloat, hn::Add(hn::BitCast(kInt, p), hn::ShiftLeft<23>(whole))));
+  // Adding 1.5 * 2^23 + 127 rounds to an integer and leaves it, biased as an exponent, in the lowest bits.
+  const V magic = broadcast(12583039.0f);
+  const V rounded = hn::Add(x, magic);
+  const V p = exp2_fraction<kDegree>(hn::Sub(x, hn::Sub(rounded, magic)));
+  const V power = hn::BitCast(kFloat, hn::ShiftLeft<23>(hn::BitCast(kInt, rounded)));
+  return hn::IfThenZeroElse(below, hn::Mul(p, power));
 #endif
 }
 
@@ -98,8 +101,15 @@ HWY_INLINE V load_storage(const BFloat16* source) {
   return hn::PromoteTo(kFloat, hn::LoadU(tag, reinterpret_cast<const hwy::bfloat16_t*>(source)));
 }
 HWY_INLINE V load_storage(const Float16* source) {
+#if HWY_TARGET == HWY_SSE4
+  // No conversion instruction, and Highway's substitute makes numbers of NaN.
+  float values[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) values[lane] = to_float(source[lane]);
+  return load(values);
+#else
   const hn::Rebind<hwy::float16_t, FloatTag> tag;
   return hn::PromoteTo(kFloat, hn::LoadU(tag, reinterpret_cast<const hwy::float16_t*>(source)));
+#endif
 }
 HWY_INLINE void store_storage(V value, float* target) { store(value, target); }
 HWY_INLINE void store_storage(V value, BFloat16* target) {

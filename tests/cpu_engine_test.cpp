@@ -1,0 +1,170 @@
+// The CPU engine beyond agreement with the reference: bits that depend on nothing but a row's own keys, tasks that wait
+// for each other, memory bounds, and kernels that only run bfloat16.
+#include <cstring>
+
+#include "kernels/cpu/cpu_kernels.h"
+#include "longspan/threads.h"
+#include "support/case.h"
+
+namespace longspan::testing {
+namespace {
+
+/// Kernels of the CPU engine that can run a dtype here.
+std::vector<std::string> engine_kernels(DType dtype) {
+  Problem problem;
+  problem.dtype = dtype;
+  problem.tokens = problem.query_rows = 64;
+  const Plan plan(Pattern::dense(), {}, problem);
+  std::vector<std::string> names;
+  for (const Kernel* kernel : cpu_kernels()) {
+    if (kernel->can_run(plan, Pass::forward).ok) names.emplace_back(kernel->name);
+  }
+  return names;
+}
+
+std::vector<std::byte> bits(const Tensor& tensor) {
+  std::vector<std::byte> all;
+  const std::size_t size = static_cast<std::size_t>(size_of(tensor.view().dtype));
+  const ConstTensorView view = tensor.view();
+  tensor.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t column) {
+    const std::byte* const at = static_cast<const std::byte*>(view.data) + (view.offset(b, row, head) + column) * static_cast<std::int64_t>(size);
+    all.insert(all.end(), at, at + size);
+  });
+  return all;
+}
+
+struct ThreadCount {
+  explicit ThreadCount(int threads) { set_num_threads(threads); }
+  ~ThreadCount() { set_num_threads(0); }
+};
+
+class CpuEngine : public ::testing::TestWithParam<DType> {};
+
+// Strands longer than a task's keys, so that several tasks add to one row of dq, and more threads than cores.
+TEST_P(CpuEngine, SameBitsForAnyNumberOfThreads) {
+  for (const bool causal : {false, true}) {
+    Options options;
+    options.causal = causal;
+    for (const Pattern& pattern : {Pattern::dense(), Pattern::longnet({500, 2000}, {1, 2})}) {
+      const Case c(pattern, options, {1, 1900, 2, 1, 32}, GetParam());
+      for (const std::string& kernel : engine_kernels(GetParam())) {
+        std::vector<std::vector<std::byte>> first;
+        for (const int threads : {1, 2, 3, 8, 16}) {
+          const ThreadCount scope(threads);
+          const Results r = c.run(kernel);
+          std::vector<std::vector<std::byte>> now = {bits(r.out), bits(r.lse), bits(r.dq), bits(r.dk), bits(r.dv)};
+          if (first.empty()) first = std::move(now);
+          else EXPECT_EQ(first, now) << kernel << " " << threads << " threads " << (causal ? "causal" : "full");
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CpuEngine, RowsHaveTheSameBitsWhoeverIsComputedWithThem) {
+  for (const bool causal : {false, true}) {
+    Options options;
+    options.causal = causal;
+    const std::int64_t tokens = 1300;
+    const Pattern pattern = Pattern::longnet({400, 1300}, {1, 3});
+    const Case whole(pattern, options, {1, tokens, 4, 2, 24}, GetParam());
+    for (const std::string& kernel : engine_kernels(GetParam())) {
+      const Results all = whole.run(kernel, false);
+      for (const RowRange range : {RowRange{0, 1}, RowRange{1299, 1}, RowRange{517, 200}, RowRange{3, 1000}}) {
+        Tensor q(GetParam(), 1, range.count, 4, 24), out = q, lse = Tensor::lse(DType::f32, 1, range.count, 4);
+        for (std::int64_t row = 0; row < range.count; ++row) {
+          for (std::int64_t head = 0; head < 4; ++head) {
+            for (std::int64_t d = 0; d < 24; ++d) q.set(0, row, head, d, whole.q.at(0, range.start + row, head, d));
+          }
+        }
+        Options chosen = options;
+        chosen.kernel = kernel;
+        Call call;
+        call.query_ranges = std::span<const RowRange>(&range, 1);
+        Attention(pattern, chosen).forward(std::as_const(q).view(), whole.k.view(), whole.v.view(), out.view(), lse.view(), call);
+        for (std::int64_t row = 0; row < range.count; ++row) {
+          for (std::int64_t head = 0; head < 4; ++head) {
+            ASSERT_EQ(lse.at(0, row, head, 0), all.lse.at(0, range.start + row, head, 0)) << kernel << " row " << range.start + row;
+            for (std::int64_t d = 0; d < 24; ++d) {
+              ASSERT_EQ(out.at(0, row, head, d), all.out.at(0, range.start + row, head, d)) << kernel << " row " << range.start + row;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CpuEngine, LongCutStrandsMatchTheReference) {
+  Options options;
+  options.causal = true;
+  Case(Pattern::dense(), options, {1, 1100, 1, 1, 48}, GetParam()).expect_matches();
+  Case(Pattern::dense(), {}, {1, 1030, 2, 1, 16}, GetParam(), Layout::bnhd, {{700, 330}, {0, 90}}).expect_matches();
+}
+
+TEST_P(CpuEngine, EveryHeadDimension) {
+  for (const std::int64_t head_dim : {1, 2, 7, 8, 15, 16, 17, 31, 33, 40, 63, 65, 96, 127, 200, 255, 256}) {
+    Case(Pattern::dilated({32, 64}, {1, 2}), {}, {1, 70, 2, 2, head_dim}, GetParam()).expect_matches();
+  }
+}
+
+// Not bitwise: without NaN in it, a strand of another row may not change by one bit.
+TEST_P(CpuEngine, NaNAndInfinityStayInTheirStrand) {
+  const Case clean(Pattern::dilated({64}, {2}), {}, {1, 256, 2, 2, 32}, GetParam());
+  Case dirty(Pattern::dilated({64}, {2}), {}, {1, 256, 2, 2, 32}, GetParam());
+  dirty.k.set(0, 66, 0, 3, std::numeric_limits<float>::quiet_NaN());
+  dirty.v.set(0, 130, 0, 3, std::numeric_limits<float>::infinity());
+  for (const std::string& kernel : engine_kernels(GetParam())) {
+    const Results want = clean.run(kernel), got = dirty.run(kernel);
+    for (std::int64_t row = 0; row < 256; ++row) {
+      for (std::int64_t head = 0; head < 2; ++head) {
+        if (head == 0 && row >= 64 && row < 192) continue;
+        for (std::int64_t d = 0; d < 32; ++d) {
+          ASSERT_EQ(want.out.at(0, row, head, d), got.out.at(0, row, head, d)) << kernel << " row " << row;
+          ASSERT_EQ(want.dq.at(0, row, head, d), got.dq.at(0, row, head, d)) << kernel << " row " << row;
+          ASSERT_EQ(want.dk.at(0, row, head, d), got.dk.at(0, row, head, d)) << kernel << " row " << row;
+          ASSERT_EQ(want.dv.at(0, row, head, d), got.dv.at(0, row, head, d)) << kernel << " row " << row;
+        }
+      }
+    }
+    EXPECT_TRUE(std::isnan(got.out.at(0, 64, 0, 0))) << kernel;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Storage, CpuEngine, ::testing::Values(DType::f32, DType::bf16, DType::f16),
+                         [](const auto& parameter) { return std::string(name_of(parameter.param)); });
+
+// A forward takes lse and at most 8 MiB per thread; a backward one accumulator per gradient and 16 MiB per thread.
+TEST(CpuEngineMemory, StaysWithinItsBounds) {
+  constexpr std::size_t kMebibyte = 1024 * 1024;
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    for (const std::int64_t head_dim : {8, 64, 128, 256}) {
+      for (const Pattern& pattern : {Pattern::dense(), Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}), Pattern::longnet({1024, 32768}, {1, 8})}) {
+        for (const std::int64_t kv_heads : {8, 1}) {
+          Problem problem;
+          problem.dtype = dtype;
+          problem.tokens = problem.query_rows = 131072;
+          problem.heads = 8;
+          problem.kv_heads = kv_heads;
+          problem.head_dim = head_dim;
+          const Plan plan(pattern, {}, problem);
+          const std::size_t lse = 8 * 131072 * 4, accumulator = lse * static_cast<std::size_t>(head_dim);
+          const bool mixed = plan.branches().size() > 1 && plan.branches()[0].head_count == 8;
+          for (const Kernel* kernel : cpu_kernels()) {
+            if (!kernel->can_run(plan, Pass::forward).ok) continue;
+            for (const int threads : {1, 4, 16}) {
+              const std::size_t own = static_cast<std::size_t>(threads) * kMebibyte;
+              const std::size_t forward = lse + (mixed && dtype != DType::f32 ? accumulator : 0) + 8 * own;
+              EXPECT_LE(kernel->workspace_bytes(plan, Pass::forward, threads), forward) << kernel->name << " " << head_dim;
+              const std::size_t backward = (dtype != DType::f32 ? 3 * accumulator : 0) + 16 * own;
+              EXPECT_LE(kernel->workspace_bytes(plan, Pass::backward, threads), backward) << kernel->name << " " << head_dim;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace longspan::testing

@@ -22,17 +22,26 @@ def _is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def _prepared(array: Any) -> Any:
-    """What the compiled module takes: bfloat16 arrays (ml_dtypes) have neither buffer nor DLPack, so they go raw."""
+def _prepared(name: str, array: Any) -> Any:
+    """What the compiled module takes. bfloat16 arrays (ml_dtypes) have neither buffer nor DLPack, so they go raw; torch
+    tensors too, since that is faster and every version of torch can."""
+    if _is_torch(array):
+        from .torch.operator import raw_tensor
+
+        return raw_tensor(name, array)
     if isinstance(array, np.ndarray) and array.dtype.name == "bfloat16":
         strides = tuple(stride // array.itemsize for stride in array.strides)
         return (array.__array_interface__["data"][0], BFLOAT16, CPU_DEVICE, 0, array.shape, strides)
     return array
 
 
-def _small(array: Any, dtype: Any) -> Any:
-    """Lists and tuples of call data become arrays; arrays stay what they are."""
-    return np.asarray(array, dtype=dtype) if isinstance(array, (list, tuple)) else array
+def _call_data(lengths: Any, key_mask: Any, alibi_slopes: Any) -> list[Any]:
+    """Lists and tuples become arrays; arrays stay what they are."""
+    data = (("lengths", lengths, np.int64), ("key_mask", key_mask, bool), ("alibi_slopes", alibi_slopes, np.float32))
+    return [
+        np.asarray(array, dtype=dtype) if isinstance(array, (list, tuple)) else _prepared(name, array)
+        for name, array, dtype in data
+    ]
 
 
 def _heads_first(layout: str) -> bool:
@@ -120,8 +129,8 @@ def attention(
     result = _empty_like(q) if out is None else out
     sums = _empty_lse(q, heads_first) if return_lse and lse is None else lse
     operator.forward(
-        _prepared(q), _prepared(k), _prepared(v), _prepared(result), sums, _small(lengths, np.int64),
-        _small(key_mask, bool), _small(alibi_slopes, np.float32), query_ranges, seed, heads_first=heads_first,
+        *map(_prepared, ("q", "k", "v", "out", "lse"), (q, k, v, result, sums)),
+        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, seed, heads_first=heads_first,
     )  # fmt: skip
     result = _as_input(result, q) if out is None else out
     if not return_lse:
@@ -175,8 +184,8 @@ def attention_backward(
     inputs = (q, k, v)
     grads = [_empty_like(x) if grad is None else grad for grad, x in zip(given, inputs)]
     operator.backward(
-        *map(_prepared, inputs), _prepared(out), lse, _prepared(dout), dlse, *map(_prepared, grads),
-        _small(lengths, np.int64), _small(key_mask, bool), _small(alibi_slopes, np.float32), query_ranges, seed,
-        heads_first=_heads_first(layout),
+        *map(_prepared, ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"),
+             (*inputs, out, lse, dout, dlse, *grads)),
+        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, seed, heads_first=_heads_first(layout),
     )  # fmt: skip
     return tuple(_as_input(grad, x) if was is None else was for grad, was, x in zip(grads, given, inputs))

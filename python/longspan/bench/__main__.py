@@ -7,12 +7,13 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
 import longspan
-from longspan.torch import DilatedAttention
+from longspan.torch import DilatedAttention  # before torch itself: says what is missing
 from longspan.torch import attention as torch_attention
+from longspan.torch.operator import raw_tensor
 from longspan.torch.slide_encoder import DILATIONS, SEGMENTS, SlideEncoder
+
+import torch
 
 from .composition import dilated_composition, longnet_composition
 from .timing import alternate, machine, microseconds
@@ -125,8 +126,8 @@ def bench_overhead() -> dict:
         operator = longspan.Attention(longspan.Pattern.parse(pattern))
         out, lse = torch_attention(query, key, value, pattern, return_lse=True)
         grads = [torch.empty_like(query) for _ in range(3)]
-        raw = [longspan.torch.operator._raw("x", x) for x in (query, key, value, out, lse)]
-        raw_grads = [longspan.torch.operator._raw("x", x) for x in grads]
+        raw = [raw_tensor("x", x) for x in (query, key, value, out, lse)]
+        raw_grads = [raw_tensor("x", x) for x in grads]
         grad = torch.ones_like(out)
         recorded = torch_attention(*leaves, pattern)
 

@@ -50,7 +50,7 @@ _DTYPES = {
 _CPU, _CUDA = 1, 2  # DLPack's device types
 
 
-def _raw(name: str, tensor: Tensor) -> tuple:
+def raw_tensor(name: str, tensor: Tensor) -> tuple:
     """What the compiled module takes without the cost of a DLPack capsule."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -67,7 +67,7 @@ def _raw(name: str, tensor: Tensor) -> tuple:
 
 
 def _raw_or_none(name: str, tensor: Tensor | None) -> tuple | None:
-    return None if tensor is None else _raw(name, tensor)
+    return None if tensor is None else raw_tensor(name, tensor)
 
 
 def _pairs(ranges: Sequence[int] | None) -> list[tuple[int, int]] | None:
@@ -117,7 +117,7 @@ def _run_forward(
     lse = _empty_lse(query)
     try:
         operator.forward(
-            _raw("query", query), _raw("key", key), _raw("value", value), _raw("out", out), _raw("lse", lse),
+            *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
             _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
             _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(seed), _stream(query),
         )  # fmt: skip
@@ -138,8 +138,8 @@ def _run_backward(
     grads = (_empty_like(query), _empty_like(key), _empty_like(value))
     try:
         operator.backward(
-            _raw("query", query), _raw("key", key), _raw("value", value), _raw("out", out), _raw("lse", lse),
-            _raw("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse), *map(_raw, ("dq", "dk", "dv"), grads),
+            *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
+            raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse), *map(raw_tensor, ("dq", "dk", "dv"), grads),
             _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
             _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(seed), _stream(query),
         )  # fmt: skip

@@ -1,7 +1,11 @@
 // Signal handlers that only set flags.
 #include "interrupt.h"
 
+#include <unistd.h>
+
 #include <csignal>
+#include <cstdint>
+#include <ctime>
 
 #include "longspan/error.h"
 
@@ -10,12 +14,28 @@ namespace {
 
 std::atomic<bool> interrupted_flag{false};
 std::atomic<int> received_signal{SIGINT};
-static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<int>::is_always_lock_free,
+static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<int>::is_always_lock_free &&
+                  std::atomic<std::int64_t>::is_always_lock_free,
               "a signal handler may only touch lock-free atomics");
 
+constexpr std::int64_t kPatience = 1'000'000'000;  // nanoseconds
+std::atomic<std::int64_t> first_signal_time{0};
+
+std::int64_t now() {
+  timespec time = {};
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
+
+/// A signal that comes well after the first means that the user does not want to wait; one that comes at once is an
+/// echo (both the terminal and a parent may send it).
 extern "C" void remember_signal(int number) {
-  received_signal.store(number);
-  interrupted_flag.store(true);
+  if (!interrupted_flag.exchange(true)) {
+    received_signal.store(number);
+    first_signal_time.store(now());
+  } else if (now() - first_signal_time.load() > kPatience) {
+    _exit(128 + number);
+  }
 }
 
 }  // namespace
@@ -23,7 +43,6 @@ extern "C" void remember_signal(int number) {
 void handle_signals() {
   struct sigaction remember = {};
   remember.sa_handler = remember_signal;
-  remember.sa_flags = SA_RESETHAND;
   sigaction(SIGINT, &remember, nullptr);
   sigaction(SIGTERM, &remember, nullptr);
   struct sigaction ignore = {};

@@ -5,8 +5,8 @@
 
 namespace longspan::cli {
 
-/// Installs the handlers (a second signal kills at once) and ignores SIGPIPE and SIGXFSZ, whose errno is reported
-/// instead.
+/// Installs the handlers (a second signal, a second later or more, kills at once) and ignores SIGPIPE and SIGXFSZ,
+/// whose errno is reported instead.
 void handle_signals();
 /// True once a signal came; pass its address as Call::cancel.
 const std::atomic<bool>& interrupted();

@@ -1,6 +1,12 @@
-// Independent chains of fused multiply-adds in registers, with the widest vectors the CPU has. CMake compiles this file
-// with -ffp-contract=fast, so that a product and a sum become one instruction.
+// Independent chains of multiply-adds in registers, with the widest instructions the CPU has for a type. CMake compiles
+// this file with -ffp-contract=fast, so that a product and a sum become one instruction.
 #include "peak.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "kernels/cpu/isa.h"
+#endif
 
 #include <algorithm>
 #include <chrono>
@@ -56,6 +62,55 @@ template <class Element>
 [[gnu::target("avx2,fma")]] double fma_avx2(std::int64_t steps) {
   return fma_chains<Element, 32>(steps);
 }
+
+/// Products of bfloat16 pairs with float32 sums: 32 products in one instruction.
+[[gnu::target("avx512f,avx512bf16")]] double dot_bf16(std::int64_t steps) {
+  constexpr int kChains = 12;
+  volatile float one = 1;
+  const __m512 ones = _mm512_set1_ps(one);
+  const __m512bh factor = _mm512_cvtne2ps_pbh(ones, ones);
+  __m512 chains[kChains];
+  for (int chain = 0; chain < kChains; ++chain) chains[chain] = _mm512_setzero_ps();
+  for (std::int64_t step = 0; step < steps; ++step) {
+    for (int chain = 0; chain < kChains; ++chain) chains[chain] = _mm512_dpbf16_ps(chains[chain], factor, factor);
+  }
+  __m512 sum = chains[0];
+  for (int chain = 1; chain < kChains; ++chain) sum = _mm512_add_ps(sum, chains[chain]);
+  alignas(64) float lanes[16];
+  _mm512_store_ps(lanes, sum);
+  volatile float sink = lanes[0];  // the sums must be seen to be used
+  (void)sink;
+  return 2.0 * kChains * 32 * static_cast<double>(steps);
+}
+
+/// The same on tiles: 16 x 16 sums of 32 products in one instruction, four of them independent.
+[[gnu::target("amx-tile,amx-bf16")]] double tiles_bf16(std::int64_t steps) {
+  struct alignas(64) Shapes {
+    std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  // Static: GCC does not see that the instructions read memory, and would drop the stores to a local.
+  static constexpr Shapes shapes;
+  alignas(64) static constexpr std::uint16_t zeros[16 * 32] = {};
+  _tile_loadconfig(&shapes);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_loadd(4, zeros, 64);
+  _tile_loadd(5, zeros, 64);
+  _tile_loadd(6, zeros, 64);
+  _tile_loadd(7, zeros, 64);
+  for (std::int64_t step = 0; step < steps; ++step) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return 2.0 * 4 * 16 * 16 * 32 * static_cast<double>(steps);
+}
 #endif
 template <class Element>
 double fma_baseline(std::int64_t steps) {
@@ -71,6 +126,15 @@ FmaFunction widest_fma() {
   return fma_baseline<Element>;
 }
 
+/// What a kernel could do at best with this storage type, sums being float32.
+FmaFunction fastest(DType dtype) {
+#if defined(__x86_64__)
+  if (dtype == DType::bf16 && !cpu::missing_amx()) return tiles_bf16;
+  if (dtype == DType::bf16 && !cpu::missing_avx512_bf16()) return dot_bf16;
+#endif
+  return dtype == DType::f64 ? widest_fma<double>() : widest_fma<float>();
+}
+
 double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
@@ -78,7 +142,7 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 }  // namespace
 
 double measured_peak_gflops(DType dtype, int threads) {
-  const FmaFunction fma = dtype == DType::f64 ? widest_fma<double>() : widest_fma<float>();
+  const FmaFunction fma = fastest(dtype);
   double best = 0;
   LoopControl control;
   control.cancel = &interrupted();
@@ -91,7 +155,7 @@ double measured_peak_gflops(DType dtype, int threads) {
       const auto mine = std::chrono::steady_clock::now();
       double flops = 0;
       do {
-        flops += fma(20000);
+        flops += fma(5000);
       } while (seconds_since(begin) < kRoundSeconds);
       rates[static_cast<std::size_t>(item)] = flops / seconds_since(mine);
     });

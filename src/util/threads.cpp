@@ -57,6 +57,7 @@ struct Job {
 class Pool {
  public:
   void run(Job& job) {
+    const bool wants_several = job.places > 1;  // read now: once the job is published, workers take its places
     {
       const std::lock_guard lock(mutex_);
       grow(job.places);
@@ -64,7 +65,7 @@ class Pool {
       jobs_ = &job;
       published_.fetch_add(1, std::memory_order_release);
     }
-    if (job.places > 1) wake_.notify_all();
+    if (wants_several) wake_.notify_all();
     else wake_.notify_one();
     work(job, 0, true);
     {

@@ -98,6 +98,7 @@ def test_equal_to_the_original_with_its_weights():
     import longspan.torchscale
 
     longspan.torchscale.install()
+    path = list(sys.path)  # gigapath adds to it
     sys.path.insert(0, GIGAPATH)
     try:
         from gigapath.slide_encoder import LongNetViT
@@ -117,4 +118,4 @@ def test_equal_to_the_original_with_its_weights():
     finally:
         longspan.torchscale.uninstall()
         np.set_printoptions(legacy=False)
-        sys.path.remove(GIGAPATH)
+        sys.path[:] = path

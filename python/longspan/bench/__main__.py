@@ -114,7 +114,7 @@ def bench_encoder(tiles: int, repeats: int, layers: int) -> dict:
     }
 
 
-def bench_overhead() -> dict:
+def bench_overhead(repeats: int) -> dict:
     """What a call costs beside its kernel: two rows of four numbers, on one thread."""
     threads = longspan.num_threads(), torch.get_num_threads()
     longspan.set_num_threads(1)
@@ -135,13 +135,14 @@ def bench_overhead() -> dict:
             with torch.no_grad():
                 torch_attention(query, key, value, pattern)
 
-        result = {
-            "kernel_forward": microseconds(lambda: operator.forward(*raw)),
-            "kernel_backward": microseconds(lambda: operator.backward(*raw, raw[0], None, *raw_grads)),
-            "without_gradients": microseconds(without_gradients),
-            "recording_gradients": microseconds(lambda: torch_attention(*leaves, pattern)),
-            "backward": microseconds(lambda: torch.autograd.grad(recorded, leaves, grad, retain_graph=True)),
+        calls = {
+            "kernel_forward": lambda: operator.forward(*raw),
+            "kernel_backward": lambda: operator.backward(*raw, raw[0], None, *raw_grads),
+            "without_gradients": without_gradients,
+            "recording_gradients": lambda: torch_attention(*leaves, pattern),
+            "backward": lambda: torch.autograd.grad(recorded, leaves, grad, retain_graph=True),
         }
+        result = {name: microseconds(call, repeats) for name, call in calls.items()}
     finally:
         longspan.set_num_threads(0)
         torch.set_num_threads(threads[1])
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 131072], help="of the module benchmark")
     parser.add_argument("--tiles", type=int, default=10_000, help="of the encoder benchmark (a class token is added)")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, help="samples of each time (default 5; 40 below 10,000 tokens)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], nargs="*", default=["float32"])
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - {"module", "encoder", "overhead"}
@@ -165,13 +166,13 @@ def main() -> None:
 
     makers = {
         "module": lambda: [
-            bench_module(tokens, max(arguments.repeats, 40 if tokens <= 8192 else 0), getattr(torch, dtype), causal)
+            bench_module(tokens, arguments.repeats or (40 if tokens < 10_000 else 5), getattr(torch, dtype), causal)
             for tokens in arguments.tokens
             for dtype in arguments.dtype
             for causal in (False, True)
         ],
-        "encoder": lambda: [bench_encoder(arguments.tiles, arguments.repeats, arguments.layers)],
-        "overhead": lambda: [bench_overhead()],
+        "encoder": lambda: [bench_encoder(arguments.tiles, arguments.repeats or 5, arguments.layers)],
+        "overhead": lambda: [bench_overhead(arguments.repeats or 100)],
     }
     for part in arguments.parts or makers:
         results = makers[part]()

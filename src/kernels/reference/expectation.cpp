@@ -260,17 +260,19 @@ class Expecter {
   void set_tolerances() {
     const double sums = problem.dtype == DType::f64 ? 0x1p-53 : 0x1p-24;
     const double head_dim = static_cast<double>(columns);
-    const double computed = kLambda * sums * (2 * std::sqrt(head_dim) * largest_score.get() + std::sqrt(most_terms.get()) + 8);
+    const double computed = kLambda * sums * (2.0 / 3 * std::sqrt(head_dim) * largest_score.get() + std::sqrt(most_terms.get() / 3) + 8);
     const double storage = model ? unit_roundoff(problem.dtype) : 0.0;
     result.out.relative = 4 * storage + computed;
     result.lse.relative = storage / 16 + computed;
     for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv}) gradient->relative = 6 * storage + computed;
     for (ExpectedTensor* tensor : {&result.out, &result.lse, &result.dq, &result.dk, &result.dv}) tensor->relative32 = computed;
-    // Below the smallest normal number a type rounds to multiples of its last bit: P, dS and results may lose that much.
-    const double smallest = problem.dtype == DType::f16 ? 0x1p-24 : problem.dtype == DType::f64 ? 0.0 : 0x1p-126;
-    for (ExpectedTensor* tensor : {&result.out, &result.dq, &result.dk, &result.dv}) {
-      tensor->absolute = smallest * (1 + 4 * std::sqrt(most_terms.get()));
-    }
+    // Below the smallest normal number a type rounds to multiples of its last bit, and bfloat16 products flush to zero: each
+    // term of a sum may lose that much, times what it is multiplied with (a query or key times scale: at most 1 + A).
+    const double terms = most_terms.get();
+    const double lost = problem.dtype == DType::f64   ? 0.0
+                        : problem.dtype == DType::f16 ? 0x1p-24 * (1 + 4 * std::sqrt(terms))
+                                                      : 0x1p-126 * (1 + terms) * (1 + largest_score.get());
+    for (ExpectedTensor* tensor : {&result.out, &result.dq, &result.dk, &result.dv}) tensor->absolute = lost;
   }
 
   struct Delta {

@@ -1,10 +1,11 @@
 // What a correct kernel returns, and how far from it rounding may take it. Used by the tests and by `longspan check`.
 //
 // Every output is a sum of terms. With u the unit roundoff of float32 (2^-24) and u_s that of the storage type:
-//  - A score is a sum of D products, so its error is at most about sqrt(D) u A in a random walk of roundings, with A the
-//    largest sum of absolute products (times scale, plus ALiBi). exp turns it into a relative error of P; the
-//    denominator carries the same. Sums of n terms add sqrt(n) u, and exp, log, division and scaling a few u.
-//        relative32 = lambda * u * (2 sqrt(D) A + sqrt(n) + 8)          lambda = 4: beyond four standard deviations
+//  - One rounding errs by u / sqrt(3) in the mean square. A score is a sum of D products whose partial sums grow to at
+//    most A, the sum of absolute products (times scale, plus ALiBi): sqrt(D / 3) A u / sqrt(3) in a random walk. exp turns
+//    that into a relative error of P, and the denominator carries it once more. Sums of n terms add sqrt(n / 3) u, and
+//    exp, log, division and scaling a few u.
+//        relative32 = lambda * u * (2/3 sqrt(D) A + sqrt(n / 3) + 8)          lambda = 4 standard deviations
 //    The error of an element is at most relative32 times the sum of absolute values of its terms ("magnitude").
 //  - In 16-bit storage a float32 computation rounds P (or dS) and the result: u_s of the magnitude each, and the
 //    gradients see delta through an `out` that was rounded too. We allow twice that:

@@ -64,12 +64,12 @@ Dimensions dimensions_of(const ConstTensorView& view) {
   Dimensions dimensions;
   const std::int64_t element = size_of(view.dtype);
   for (int d = 0; d < 4; ++d) {
-    if (view.sizes[d] > 1 && view.strides[d] != 0) {
-      dimensions.all[dimensions.count++] = {std::abs(view.strides[d]) * element, view.sizes[d] - 1};
-    }
+    if (view.sizes[d] <= 1 || view.strides[d] == 0) continue;
+    const Dimension dimension{std::abs(view.strides[d]) * element, view.sizes[d] - 1};
+    std::size_t place = dimensions.count++;
+    for (; place > 0 && dimensions.all[place - 1].stride < dimension.stride; --place) dimensions.all[place] = dimensions.all[place - 1];
+    dimensions.all[place] = dimension;
   }
-  std::sort(dimensions.all.begin(), dimensions.all.begin() + dimensions.count,
-            [](const Dimension& a, const Dimension& b) { return a.stride > b.stride; });
   return dimensions;
 }
 

@@ -2,6 +2,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "command.h"
 #include "console.h"
@@ -98,6 +99,7 @@ int run(const BenchCommand& command) {
   call.dropout_seed = choice.seed;
   std::vector<Timing> timings;
   double peak = 0;
+  std::optional<double> bf16_peak;
   {
     Progress progress("bench");
     peak = measured_peak_gflops(shape.dtype, num_threads());
@@ -114,6 +116,7 @@ int run(const BenchCommand& command) {
           }));
     }
     peak = std::max(peak, measured_peak_gflops(shape.dtype, num_threads()));  // before and after: clocks move
+    if (shape.dtype == DType::bf16) bf16_peak = measured_bf16_peak_gflops(num_threads());
   }
   Timing whole;
   for (const Timing& timing : timings) {
@@ -138,6 +141,10 @@ int run(const BenchCommand& command) {
                  {"peak_gflops", peak},
                  {"fraction_of_peak", whole.gflops() / peak},
                  {"extra_bytes", whole.extra_bytes}};
+    if (bf16_peak) {
+      json["bf16_peak_gflops"] = *bf16_peak;
+      json["fraction_of_bf16_peak"] = whole.gflops() / *bf16_peak;
+    }
     json["forward"] = describe_timing(timings[0], peak);
     if (timings.size() > 1) json["backward"] = describe_timing(timings[1], peak);
     print_json(json);
@@ -146,13 +153,14 @@ int run(const BenchCommand& command) {
   print("{}{}, {} tokens, batch {}, {} heads of {}, {}\n", bold(choice.pattern.to_string()),
         choice.options.causal ? ", causal" : "", with_commas(static_cast<double>(shape.tokens)), shape.batch,
         shape.heads, shape.head_dim, name_of(shape.dtype));
-  print("{}, {} threads, peak {:.1f} GFLOP/s measured in this run\n\n", machine_summary(), num_threads(), peak);
+  print("{}, {} threads, FMA peak {:.1f} GFLOP/s{}, measured in this run\n\n", machine_summary(), num_threads(), peak,
+        bf16_peak ? fmt::format(" ({:.0f} on bfloat16 pairs)", *bf16_peak) : "");
   Table table({{"pass", Align::left},
                {"kernel", Align::left},
                {"median"},
                {"best"},
                {"GFLOP/s"},
-               {"of peak"},
+               {"of FMA peak"},
                {"extra memory"}});
   const char* names[] = {"forward", "backward"};
   for (std::size_t i = 0; i < timings.size(); ++i) {

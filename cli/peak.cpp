@@ -126,23 +126,21 @@ FmaFunction widest_fma() {
   return fma_baseline<Element>;
 }
 
-/// What a kernel could do at best with this storage type, sums being float32.
-FmaFunction fastest(DType dtype) {
+/// The instruction that multiplies pairs of bfloat16 fastest, or null.
+FmaFunction bf16_products() {
 #if defined(__x86_64__)
-  if (dtype == DType::bf16 && !cpu::missing_amx()) return tiles_bf16;
-  if (dtype == DType::bf16 && !cpu::missing_avx512_bf16()) return dot_bf16;
+  if (!cpu::missing_amx()) return tiles_bf16;
+  if (!cpu::missing_avx512_bf16()) return dot_bf16;
 #endif
-  return dtype == DType::f64 ? widest_fma<double>() : widest_fma<float>();
+  return nullptr;
 }
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-}  // namespace
-
-double measured_peak_gflops(DType dtype, int threads) {
-  const FmaFunction fma = fastest(dtype);
+/// GFLOP/s of a function on some threads, the best of several rounds.
+double measure(FmaFunction function, int threads) {
   double best = 0;
   LoopControl control;
   control.cancel = &interrupted();
@@ -155,13 +153,24 @@ double measured_peak_gflops(DType dtype, int threads) {
       const auto mine = std::chrono::steady_clock::now();
       double flops = 0;
       do {
-        flops += fma(5000);
+        flops += function(5000);
       } while (seconds_since(begin) < kRoundSeconds);
       rates[static_cast<std::size_t>(item)] = flops / seconds_since(mine);
     });
     best = std::max(best, std::accumulate(rates.begin(), rates.end(), 0.0));
   }
   return best * 1e-9;
+}
+
+}  // namespace
+
+double measured_peak_gflops(DType dtype, int threads) {
+  return measure(dtype == DType::f64 ? widest_fma<double>() : widest_fma<float>(), threads);
+}
+
+std::optional<double> measured_bf16_peak_gflops(int threads) {
+  const FmaFunction products = bf16_products();
+  return products ? std::optional(measure(products, threads)) : std::nullopt;
 }
 
 }  // namespace longspan::cli

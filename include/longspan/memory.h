@@ -26,4 +26,13 @@ LONGSPAN_API void trim();
 LONGSPAN_API void set_limit_bytes(std::size_t limit);
 }  // namespace host_memory
 
+/// Workspace of GPU calls, one stream-ordered pool per device, likewise kept.
+namespace device_memory {
+LONGSPAN_API MemoryStatistics statistics(int device = 0);
+LONGSPAN_API void reset_peak(int device = 0);
+LONGSPAN_API void trim(int device = 0);
+/// Calls that would push used_bytes beyond the limit throw OutOfMemory; 0 removes the limit.
+LONGSPAN_API void set_limit_bytes(int device, std::size_t limit);
+}  // namespace device_memory
+
 }  // namespace longspan

@@ -6,9 +6,11 @@
 #include <cstring>
 
 #include "attention/check.h"
+#include "kernels/cuda/cuda.h"
 #include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
+#include "memory/device_pool.h"
 #include "memory/host_pool.h"
 #include "plan/plan_cache.h"
 #include "util/hash.h"
@@ -37,20 +39,23 @@ std::size_t Plan::workspace_bytes(Pass pass) const {
 
 namespace {
 
-/// The caller's workspace if there is one, else a lease from the pool.
+/// The caller's workspace if there is one, else a lease from the pool of the device that computes.
 class Workspace {
  public:
-  Workspace(const Call& call, std::size_t bytes) : lease_(call.workspace ? 0 : bytes) {
+  Workspace(const Call& call, Device device, std::size_t bytes)
+      : host_(call.workspace || device.type != DeviceType::cpu ? 0 : bytes),
+        device_(device.index, call.stream, call.workspace || device.type != DeviceType::cuda ? 0 : bytes) {
     if (call.workspace && call.workspace_size < bytes) {
       throw InvalidArgument("workspace", fmt::format("workspace has {} bytes: this call needs {} (Plan::workspace_bytes)",
                                                      call.workspace_size, bytes));
     }
-    data_ = call.workspace ? static_cast<std::byte*>(call.workspace) : lease_.data();
+    data_ = call.workspace ? static_cast<std::byte*>(call.workspace) : device.type == DeviceType::cuda ? device_.data() : host_.data();
   }
   std::byte* data() const { return data_; }
 
  private:
-  HostLease lease_;
+  HostLease host_;
+  DeviceLease device_;
   std::byte* data_ = nullptr;
 };
 
@@ -60,8 +65,9 @@ const Kernel& kernel_of(const Plan& plan, Pass pass) {
   return *kernel;
 }
 
-/// Zeroes every element of a strided CPU tensor.
-void fill_zero(const TensorView& view) {
+/// Zeroes every element of a strided tensor.
+void fill_zero(const TensorView& view, const Call& call) {
+  if (view.device.type == DeviceType::cuda) return cuda::fill_zero(view, call.stream);
   const std::size_t row_bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
   for (std::int64_t entry = 0; entry < view.batch(); ++entry) {
     for (std::int64_t row = 0; row < view.rows(); ++row) {
@@ -105,7 +111,7 @@ void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, cons
   const Kernel& kernel = kernel_of(*plan, Pass::forward);
   if (problem.batch == 0 || problem.query_rows == 0) return;
   const int threads = num_threads();
-  const Workspace workspace(call, kernel.workspace_bytes(*plan, Pass::forward, threads));
+  const Workspace workspace(call, problem.device, kernel.workspace_bytes(*plan, Pass::forward, threads));
   kernel.forward({*plan, call, ranges, q, k, v, out, lse, threads, workspace.data()});
 }
 
@@ -120,12 +126,12 @@ void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, con
   const Kernel& kernel = kernel_of(*plan, Pass::backward);
   if (problem.batch == 0 || problem.tokens == 0) return;
   if (problem.query_rows == 0) {
-    fill_zero(dk);
-    fill_zero(dv);
+    fill_zero(dk, call);
+    fill_zero(dv, call);
     return;
   }
   const int threads = num_threads();
-  const Workspace workspace(call, kernel.workspace_bytes(*plan, Pass::backward, threads));
+  const Workspace workspace(call, problem.device, kernel.workspace_bytes(*plan, Pass::backward, threads));
   kernel.backward({*plan, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads, workspace.data()});
 }
 

@@ -298,9 +298,11 @@ void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorV
                   std::span<const RowRange> ranges) {
   const KeyRows rows(k, v, call.pieces);
   const Problem& problem = plan.problem();
+  // Lengths on a GPU are not read here: pieces must then hold what full entries attend to.
+  const ConstTensorView lengths = call.lengths.device.type == DeviceType::cpu ? call.lengths : ConstTensorView{};
   for (const BranchPlan& branch : plan.branches()) {
     for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
-      const std::int64_t length = rows_of_entry(call.lengths, entry, problem.tokens);
+      const std::int64_t length = rows_of_entry(lengths, entry, problem.tokens);
       if (length == 0 || !branch.active(length)) continue;
       for (const RowRange& range : ranges) {
         if (range.count == 0 || range.start >= length) continue;
@@ -323,7 +325,7 @@ void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorV
         }
         // Without lengths all entries are alike.
       }
-      if (!call.lengths.given()) break;
+      if (!lengths.given()) break;
     }
   }
 }

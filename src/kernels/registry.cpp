@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "kernels/cpu/cpu_kernels.h"
+#include "kernels/cuda/cuda.h"
 #include "kernels/kernel.h"
 #include "kernels/plain/plain.h"
 #include "kernels/reference/reference.h"
@@ -13,7 +14,7 @@ namespace {
 /// Fastest first; the reference is last, since it is only the fastest where nothing else runs (float64).
 const std::vector<const Kernel*>& kernels() {
   static const std::vector<const Kernel*> list = [] {
-    std::vector<const Kernel*> all;
+    std::vector<const Kernel*> all(cuda::kernels().begin(), cuda::kernels().end());
     all.insert(all.end(), cpu_kernels().begin(), cpu_kernels().end());
     all.insert(all.end(), {&kPlainKernel, &kReferenceKernel});
     return all;

@@ -27,7 +27,7 @@ struct DropoutRule {
   std::uint64_t seed = 0;
   std::uint32_t threshold = 0;  // floor(p * 2^32)
 
-  DropoutRule(double probability, std::uint64_t seed_value)
+  constexpr DropoutRule(double probability, std::uint64_t seed_value)
       : seed(seed_value), threshold(static_cast<std::uint32_t>(probability * 4294967296.0)) {}
 
   /// The four words that decide keys 4 * group .. 4 * group + 3 of the query's strand.

@@ -1,0 +1,186 @@
+// Times forward and backward of named workloads on one GPU and prints one JSON line for each; bench/gpu_vs_torch.py runs it
+// beside its peers.
+//   sustained: mean of back-to-back calls; burst: median of 7 calls after a pause of 0.25 s (a long run meets the card's
+//   power cap, a short one does not).
+//   usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only] [workload...]
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "kernels/cuda/cuda.h"
+#include "kernels/cuda/error.h"
+#include "kernels/kernel.h"
+#include "longspan/longspan.h"
+#include "util/half.h"
+
+namespace longspan {
+namespace {
+
+struct Workload {
+  std::string name;
+  std::int64_t tokens, heads, head_dim;
+  Pattern pattern;
+  bool causal = false;
+  DType dtype = DType::bf16;
+};
+
+std::vector<Workload> workloads() {
+  const auto seeds = [] { return Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}); };
+  const Pattern million = Pattern::dilated({2048, 8192, 32768, 131072, 1048576}, {1, 4, 16, 64, 512});
+  const Pattern slide = Pattern::longnet({1024, 5792, 32768, 185363, 1048576}, {1, 2, 4, 8, 16});
+  std::vector<Workload> list;
+  for (const bool causal : {false, true}) {
+    const auto add = [&](std::string name, std::int64_t tokens, std::int64_t heads, std::int64_t dim, const Pattern& pattern,
+                         DType dtype = DType::bf16) {
+      list.push_back({name + (causal ? "_causal" : ""), tokens, heads, dim, pattern, causal, dtype});
+    };
+    add("dense16k_d64", 16384, 16, 64, Pattern::dense());
+    add("dense16k_d128", 16384, 16, 128, Pattern::dense());
+    add("seed8k", 8192, 8, 64, seeds());
+    add("seed32k", 32768, 8, 64, seeds());
+    add("seed131k", 131072, 8, 64, seeds());
+    add("million", 1048576, 12, 64, million);
+    add("wide131k", 131072, 16, 128, Pattern::dilated({8192, 16384, 32768, 65536}, {1, 2, 4, 8}));
+    if (!causal) add("slide10k", 10001, 16, 48, slide, DType::f16);
+    if (!causal) add("dense4k_f32", 4096, 8, 64, Pattern::dense(), DType::f32);
+  }
+  return list;
+}
+
+/// Memory filled with normal numbers (a repeating block of them: only zeros would be too easy).
+class Tensor {
+ public:
+  Tensor(const Workload& work, DType dtype, std::int64_t columns) : elements_(work.tokens * work.heads * columns) {
+    cuda::check(cudaMalloc(&data_, static_cast<std::size_t>(elements_ * size_of(dtype))), "a tensor of the benchmark");
+    std::mt19937 engine(7);
+    std::normal_distribution<float> normal;
+    std::vector<std::byte> block(static_cast<std::size_t>(std::min<std::int64_t>(elements_, 1 << 20) * size_of(dtype)));
+    for (std::size_t i = 0; i < block.size() / static_cast<std::size_t>(size_of(dtype)); ++i) {
+      const float value = normal(engine);
+      if (dtype == DType::f32) reinterpret_cast<float*>(block.data())[i] = value;
+      else if (dtype == DType::bf16) reinterpret_cast<BFloat16*>(block.data())[i] = from_float<BFloat16>(value);
+      else reinterpret_cast<Float16*>(block.data())[i] = from_float<Float16>(value);
+    }
+    const std::int64_t bytes = elements_ * size_of(dtype), step = static_cast<std::int64_t>(block.size());
+    for (std::int64_t at = 0; at < bytes; at += step) {
+      cuda::check(cudaMemcpy(static_cast<std::byte*>(data_) + at, block.data(), static_cast<std::size_t>(std::min(step, bytes - at)),
+                             cudaMemcpyHostToDevice),
+                  "filling a tensor");
+    }
+  }
+  ~Tensor() { cudaFree(data_); }
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  std::int64_t elements_;
+  void* data_ = nullptr;
+};
+
+struct Times {
+  double sustained = 0, burst = 0;  // milliseconds
+};
+
+template <class Body>
+Times measure(Body&& body) {
+  cudaEvent_t begin, end;
+  cudaEventCreate(&begin);
+  cudaEventCreate(&end);
+  const auto timed = [&](int repeats) {
+    cudaEventRecord(begin);
+    for (int i = 0; i < repeats; ++i) body();
+    cudaEventRecord(end);
+    cuda::check(cudaEventSynchronize(end), "a timed call");
+    float milliseconds = 0;
+    cudaEventElapsedTime(&milliseconds, begin, end);
+    return static_cast<double>(milliseconds) / repeats;
+  };
+  const double first = timed(3);
+  const int repeats = std::clamp(static_cast<int>(150.0 / std::max(first, 1e-3)), 3, 500);
+  Times times;
+  times.sustained = timed(repeats);
+  std::this_thread::sleep_for(std::chrono::milliseconds(250));
+  std::vector<double> each;
+  for (int i = 0; i < 7; ++i) each.push_back(timed(1));
+  std::nth_element(each.begin(), each.begin() + 3, each.end());
+  times.burst = each[3];
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  return times;
+}
+
+void run(const Workload& work, Device device, const std::string& kernel, bool forward_only) {
+  Options options;
+  options.causal = work.causal;
+  options.kernel = kernel;
+  const Attention attention(work.pattern, options);
+  const Tensor q(work, work.dtype, work.head_dim), k(work, work.dtype, work.head_dim), v(work, work.dtype, work.head_dim),
+      out(work, work.dtype, work.head_dim), lse(work, DType::f32, 1);
+  const auto view = [&](const Tensor& t) { return TensorView::bnhd(t.data(), work.dtype, 1, work.tokens, work.heads, work.head_dim, device); };
+  const TensorView lse_view = TensorView::lse(lse.data(), 1, work.tokens, work.heads, device);
+  const auto plan = attention.plan(Attention::problem(view(q), view(k)));
+  const PlanTotals totals = plan->totals();
+  device_memory::reset_peak(device.index);
+  const Times forward = measure([&] { attention.forward(view(q), view(k), view(v), view(out), lse_view); });
+  std::string line = fmt::format(R"({{"workload": "{}", "kernel": "{}", "forward_ms": {:.4f}, "forward_burst_ms": {:.4f}, "forward_tflops": {:.1f}, "forward_burst_tflops": {:.1f}, "forward_extra_bytes": {})",
+                                 work.name, plan->kernel(Pass::forward)->name, forward.sustained, forward.burst,
+                                 totals.forward_flops / forward.sustained * 1e-9, totals.forward_flops / forward.burst * 1e-9,
+                                 device_memory::statistics(device.index).peak_used_bytes);
+  if (!forward_only) {
+    const Tensor dout(work, work.dtype, work.head_dim), dq(work, work.dtype, work.head_dim), dk(work, work.dtype, work.head_dim),
+        dv(work, work.dtype, work.head_dim);
+    device_memory::reset_peak(device.index);
+    const Times backward = measure([&] {
+      attention.backward(view(q), view(k), view(v), view(out), lse_view, view(dout), view(dq), view(dk), view(dv));
+    });
+    line += fmt::format(R"(, "backward_kernel": "{}", "backward_ms": {:.4f}, "backward_burst_ms": {:.4f}, "backward_tflops": {:.1f}, "backward_burst_tflops": {:.1f}, "backward_extra_bytes": {})",
+                        plan->kernel(Pass::backward)->name, backward.sustained, backward.burst,
+                        totals.backward_flops / backward.sustained * 1e-9, totals.backward_flops / backward.burst * 1e-9,
+                        device_memory::statistics(device.index).peak_used_bytes);
+  }
+  fmt::print("{}}}\n", line);
+  std::fflush(stdout);
+  device_memory::trim(device.index);
+}
+
+int run_all(int argc, char** argv) {
+  Device device{DeviceType::cuda, 0};
+  std::string kernel;
+  bool forward_only = false;
+  std::vector<std::string> wanted;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    if (argument == "--device" && i + 1 < argc) device.index = std::atoi(argv[++i]);
+    else if (argument == "--kernel" && i + 1 < argc) kernel = argv[++i];
+    else if (argument == "--forward-only") forward_only = true;
+    else wanted.emplace_back(argument);
+  }
+  if (cuda::devices().empty()) {
+    fmt::print(stderr, "longspan_gpu_bench: {}\n", cuda::why_none());
+    return 1;
+  }
+  cuda::check(cudaSetDevice(device.index), "choosing a GPU");
+  for (const Workload& work : workloads()) {
+    if (wanted.empty() || std::find(wanted.begin(), wanted.end(), work.name) != wanted.end()) run(work, device, kernel, forward_only);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace longspan
+
+int main(int argc, char** argv) {
+  try {
+    return longspan::run_all(argc, argv);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "longspan_gpu_bench: {}\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Runs the tests and benchmarks of the CUDA engine on a machine with a GPU, from programs that are built already (they need
+# no CUDA installation there; the driver is enough).
+#   scripts/gpu_check.sh PROGRAMS [RESULTS] [--quick]
+# PROGRAMS holds gpu_engine_test, gpu_matches_reference_test and longspan_gpu_bench; logs and h200_cuda.json go to RESULTS
+# (default: the current folder). --quick leaves out the sanitizer and the comparison with torch.
+set -uo pipefail
+
+programs=${1:?folder with the built programs}
+results=${2:-.}
+quick=${3:-}
+mkdir -p "$results"
+failed=0
+
+run() {  # name, seconds, command...: full output in a log, the end of it on the terminal if it fails
+  local name=$1 seconds=$2 begin=$SECONDS
+  shift 2
+  if timeout "$seconds" "$@" >"$results/$name.log" 2>&1; then
+    echo "$name: passed ($((SECONDS - begin)) s)"
+  else
+    echo "$name: FAILED ($((SECONDS - begin)) s)"
+    grep -E '^\[  FAILED|Failure|instead of|exception|error' "$results/$name.log" | cut -c1-200 | head -25
+    failed=1
+  fi
+}
+
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+run gpu_engine_test 120 "$programs/gpu_engine_test"
+run gpu_matches_reference_test 180 "$programs/gpu_matches_reference_test"
+run gpu_bench 150 "$programs/longspan_gpu_bench"
+python3 - "$results/gpu_bench.log" <<'END'
+import json, sys
+for line in open(sys.argv[1]):
+    if not line.startswith("{"):
+        print(line, end="")
+        continue
+    w = json.loads(line)
+    print(f"{w['workload']:22} forward {w['forward_burst_ms']:8.3f} ms {w['forward_burst_tflops']:6.0f} TFLOP/s burst {w['forward_tflops']:6.0f} sustained"
+          f"   backward {w['backward_burst_ms']:8.3f} ms {w['backward_burst_tflops']:6.0f} burst {w['backward_tflops']:6.0f} sustained")
+END
+if [[ $quick != --quick ]]; then
+  if command -v compute-sanitizer >/dev/null; then
+    for tool in memcheck racecheck synccheck; do
+      run "$tool" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/gpu_matches_reference_test" \
+        --gtest_filter='*Everything/*d64:*longnet_paper_bf16_causal_d64:*groups_f16_full_d128_ragged'
+    done
+  else
+    echo "compute-sanitizer: not here, left out"
+  fi
+  if python3 -c 'import torch' 2>/dev/null; then
+    timeout 280 python3 "$(dirname "$0")/../bench/gpu_vs_torch.py" --engine "$programs/longspan_gpu_bench" --json "$results/h200_cuda.json" \
+      --commit "$(git -C "$(dirname "$0")" rev-parse --short HEAD 2>/dev/null || echo unknown)"
+  else
+    echo "torch: not here, comparison left out"
+  fi
+fi
+exit $failed

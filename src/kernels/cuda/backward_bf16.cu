@@ -1,0 +1,10 @@
+// Backward kernels for bf16.
+#include "kernels/cuda/backward_start.cuh"
+
+namespace longspan::cuda {
+
+cudaError_t backward_bf16(const Launch& launch, bool features, cudaStream_t stream) {
+  return start_backward<__nv_bfloat16>(launch, features, stream);
+}
+
+}  // namespace longspan::cuda

@@ -1,0 +1,159 @@
+// What surrounds the main backward kernel: delta of each row before it, accumulators to gradients after it.
+//   A row is handled by 2^n neighbouring threads, 16 bytes of storage each; heads are the fastest index, since that is
+//   how rows lie in [B, N, H, D].
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/start.cuh"
+
+namespace longspan::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class T>
+struct Eight {
+  float value[8];
+  __device__ __forceinline__ void load(const T* source, bool aligned) {
+    alignas(16) T elements[8];
+    if (aligned) *reinterpret_cast<uint4*>(elements) = *reinterpret_cast<const uint4*>(source);
+    else
+      for (int i = 0; i < 8; ++i) elements[i] = source[i];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) value[i] = as_float(elements[i]);
+  }
+  __device__ __forceinline__ void load_sums(const float* source, float factor) {
+    const float4 low = *reinterpret_cast<const float4*>(source), high = *reinterpret_cast<const float4*>(source + 4);
+    const float all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) value[i] = factor * all[i];
+  }
+  __device__ __forceinline__ void store(T* target, bool aligned) const {
+    alignas(16) T elements[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) elements[i] = from_float<T>(value[i]);
+    if (aligned) *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(elements);
+    else
+      for (int i = 0; i < 8; ++i) target[i] = elements[i];
+  }
+};
+
+/// (entry, row, head) of a group of `lanes` threads, and its chunk of 8 columns.
+struct Place {
+  int entry, head, chunk;
+  std::int64_t row;
+  bool valid;
+};
+
+__device__ __forceinline__ Place place_of(std::int64_t block, int lanes, std::int64_t rows, int heads, int batch, int columns) {
+  const std::int64_t thread = block * kThreads + threadIdx.x, flat = thread / lanes;
+  Place place;
+  place.chunk = static_cast<int>(thread % lanes);
+  place.head = static_cast<int>(flat % heads);
+  const std::int64_t by_row = flat / heads;
+  place.row = by_row % rows;
+  place.entry = static_cast<int>(by_row / rows);
+  place.valid = place.entry < batch && place.chunk * 8 < columns;
+  return place;
+}
+
+int lanes_for(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
+std::int64_t blocks_for(std::int64_t rows, int columns) { return (rows * lanes_for(columns) + kThreads - 1) / kThreads; }
+std::int64_t query_blocks(const Launch& a) { return blocks_for(a.query_rows * a.heads * a.batch, a.columns); }
+std::int64_t key_blocks(const Launch& a) {
+  return blocks_for(static_cast<std::int64_t>(a.tokens) * a.kv_heads * a.batch, a.columns);
+}
+
+/// Writes {lse in base 2, dscore_scale * (delta - dlse)} for each query row; lse = -inf becomes +inf, so that its probabilities are 0.
+template <class T>
+__global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
+  if (blockIdx.x >= first_key_block) {
+    const Place at = place_of(blockIdx.x - first_key_block, lanes, a.tokens, a.kv_heads, a.batch, a.columns);
+    if (!at.valid) return;
+    const int length = a.length(at.entry), position = static_cast<int>(at.row);
+    // Only with one whole range and one query head per key head does a covered row have exactly one writer.
+    const bool whole = a.range_count == 1 && a.ranges[0].count == a.tokens;
+    if (whole && position < length && a.covered(at.head, position, length, 0, a.branch_count)) return;
+    const Eight<T> zeros = {};
+    zeros.store(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+    zeros.store(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+    return;
+  }
+  const Place at = place_of(blockIdx.x, lanes, a.query_rows, a.heads, a.batch, a.columns);
+  float delta = 0.0f;
+  const std::int64_t packed = at.valid ? a.packed_row(at.entry, at.row, at.head) : 0;
+  if (at.valid) {
+    Eight<T> out, dout;
+    out.load(reinterpret_cast<const T*>(a.out.data) + a.out.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+    dout.load(reinterpret_cast<const T*>(a.dout.data) + a.dout.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) delta = fmaf(out.value[i], dout.value[i], delta);
+    float4* const sums = reinterpret_cast<float4*>(a.dq_sum + packed * a.columns + at.chunk * 8);
+    sums[0] = sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  for (int distance = lanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
+  if (!at.valid || at.chunk != 0) return;
+  const float lse = a.lse[a.lse_offset(at.entry, at.row, at.head)];
+  if (a.dlse) delta -= a.dlse[at.entry * a.dlse_batch + at.row * a.dlse_row + at.head * a.dlse_head];
+  const bool empty = lse == -LONGSPAN_INFINITY;
+  reinterpret_cast<float2*>(a.delta)[packed] = empty ? make_float2(LONGSPAN_INFINITY, 0.0f) : make_float2(lse * kLog2E, delta * a.dscore_scale);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) finish(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
+  Eight<T> chunk;
+  if (blockIdx.x < first_key_block) {
+    const Place at = place_of(blockIdx.x, lanes, a.query_rows, a.heads, a.batch, a.columns);
+    if (!at.valid) return;
+    chunk.load_sums(a.dq_sum + a.packed_row(at.entry, at.row, at.head) * a.columns + at.chunk * 8, a.sum_scale);
+    chunk.store(reinterpret_cast<T*>(a.dq.data) + a.dq.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+    return;
+  }
+  const Place at = place_of(blockIdx.x - first_key_block, lanes, a.tokens, a.kv_heads, a.batch, a.columns);
+  if (!at.valid) return;
+  const std::int64_t packed = ((static_cast<std::int64_t>(at.entry) * a.kv_heads + at.head) * a.tokens + at.row) * a.columns + at.chunk * 8;
+  chunk.load_sums(a.dk_sum + packed, 1.0f);
+  chunk.store(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+  chunk.load_sums(a.dv_sum + packed, 1.0f);
+  chunk.store(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+}
+
+/// One thread per element; only for calls without queries.
+__global__ void __launch_bounds__(kThreads) zero(Rows rows, int element, std::int64_t row_count, std::int64_t heads, int columns,
+                                                 std::int64_t elements) {
+  const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (flat >= elements) return;
+  const std::int64_t column = flat % columns, head = flat / columns % heads, row = flat / columns / heads % row_count,
+                     entry = flat / columns / heads / row_count;
+  char* const target = rows.data + (rows.offset(entry, row, head) + column) * element;
+  for (int i = 0; i < element; ++i) target[i] = 0;
+}
+
+}  // namespace
+
+cudaError_t prepare_backward(const Launch& a, DType dtype, cudaStream_t stream) {
+  if (a.sum_keys) {
+    const std::size_t bytes = static_cast<std::size_t>(a.batch) * a.kv_heads * a.tokens * a.columns * sizeof(float);
+    if (const cudaError_t error = cudaMemsetAsync(a.dk_sum, 0, bytes, stream); error != cudaSuccess) return error;
+    if (const cudaError_t error = cudaMemsetAsync(a.dv_sum, 0, bytes, stream); error != cudaSuccess) return error;
+  }
+  const std::int64_t first = query_blocks(a), blocks = first + (a.fill && !a.sum_keys ? key_blocks(a) : 0);
+  const int lanes = lanes_for(a.columns);
+  return dtype == DType::bf16 ? start<&prepare<__nv_bfloat16>>(blocks, kThreads, 0, stream, a, lanes, first)
+                              : start<&prepare<__half>>(blocks, kThreads, 0, stream, a, lanes, first);
+}
+
+cudaError_t finish_backward(const Launch& a, DType dtype, cudaStream_t stream) {
+  const std::int64_t first = query_blocks(a), blocks = first + (a.sum_keys ? key_blocks(a) : 0);
+  const int lanes = lanes_for(a.columns);
+  return dtype == DType::bf16 ? start<&finish<__nv_bfloat16>>(blocks, kThreads, 0, stream, a, lanes, first)
+                              : start<&finish<__half>>(blocks, kThreads, 0, stream, a, lanes, first);
+}
+
+cudaError_t fill_zero(const Rows& rows, int element_bytes, std::int64_t batch, std::int64_t row_count, std::int64_t heads, int columns,
+                      cudaStream_t stream) {
+  const std::int64_t elements = batch * row_count * heads * columns;
+  if (elements == 0) return cudaSuccess;
+  return start<&zero>((elements + kThreads - 1) / kThreads, kThreads, 0, stream, rows, element_bytes, row_count, heads, columns, elements);
+}
+
+}  // namespace longspan::cuda

@@ -1,0 +1,217 @@
+// The CUDA engine: which GPUs there are, what they can run, and the calls.
+#include "kernels/cuda/cuda.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "kernels/cuda/error.h"
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/prepare.h"
+
+namespace longspan::cuda {
+namespace {
+
+constexpr int kOldestCompute = 80;
+
+struct Machine {
+  std::vector<DeviceFacts> devices;
+  std::string why_none;
+};
+
+Machine look() {
+  Machine machine;
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    machine.why_none = status == cudaErrorInsufficientDriver
+                           ? "no NVIDIA driver was found, or it is older than the CUDA run time of this build: install or update it"
+                       : status == cudaErrorNoDevice || count == 0
+                           ? "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+                           : fmt::format("CUDA does not start: {}", cudaGetErrorString(status));
+    return machine;
+  }
+  for (int device = 0; device < count; ++device) {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
+    machine.devices.push_back({properties.name, properties.major * 10 + properties.minor, properties.multiProcessorCount,
+                               static_cast<int>(properties.sharedMemPerBlockOptin), properties.totalGlobalMem});
+  }
+  return machine;
+}
+
+const Machine& machine() {
+  static const Machine found = look();
+  return found;
+}
+
+/// What every kernel here needs.
+Verdict fits(const Plan& plan) {
+  const Problem& problem = plan.problem();
+  if (problem.device.type != DeviceType::cuda) return no("runs on GPUs, tensors are on {}", to_string(problem.device));
+  const auto& found = devices();
+  if (found.empty()) return no("has no GPU to run on: {}", why_none());
+  if (problem.device.index < 0 || problem.device.index >= static_cast<int>(found.size())) {
+    return no("does not find {}: this machine has {} GPUs", to_string(problem.device), found.size());
+  }
+  const int compute = found[static_cast<std::size_t>(problem.device.index)].compute;
+  if (compute < kOldestCompute) return no("needs compute capability 8.0 (Ampere), {} has {}.{}", to_string(problem.device), compute / 10, compute % 10);
+  if (problem.dtype == DType::f64) return no("sums in float32, tensors are f64");
+  if (problem.head_dim % 8 != 0) {
+    return no("head_dim {} on {}: multiples of 8 up to 256 run there; use {} with zero columns, or the CPU", problem.head_dim,
+              to_string(problem.device), (problem.head_dim + 7) / 8 * 8);
+  }
+  if (problem.tokens >= std::int64_t{1} << 31) return no("counts rows in 32 bits, there are {}", problem.tokens);
+  if (plan.branches().size() > kMaxBranches) return no("takes up to {} branches, the pattern has {}", kMaxBranches, plan.branches().size());
+  for (const BranchPlan& branch : plan.branches()) {
+    if (branch.mask) return no("has no block masks yet: use the CPU for block-sparse patterns");
+  }
+  return yes();
+}
+
+Verdict can_run_matrix(const Plan& plan, Pass pass) {
+  if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
+  const Problem& problem = plan.problem();
+  if (problem.dtype == DType::f32) return no("multiplies 16-bit numbers, tensors are f32");
+  if (pass == Pass::backward) {
+    if (problem.head_dim > 128) return no("has backward up to head_dim 128, here it is {}", problem.head_dim);
+    if (plan.options().deterministic) return no("adds dq in the order in which blocks finish, deterministic is asked for");
+    if (plan.options().detached_mix) return no("has no backward for detached_mix");
+  }
+  const int needed = pass == Pass::forward ? 97 * 1024 : problem.head_dim > 64 ? 146 * 1024 : 82 * 1024;
+  const int available = devices()[static_cast<std::size_t>(problem.device.index)].shared_bytes;
+  if (available < needed) return no("needs {} bytes of shared memory in a block, {} has {}", needed, to_string(problem.device), available);
+  return yes();
+}
+
+Verdict can_run_simt(const Plan& plan, Pass) { return fits(plan); }
+
+/// Host memory handed over as a CUDA tensor would only fail later, and take the process's GPU with it.
+void check_pointer(const char* name, const ConstTensorView& view) {
+  if (!view.data) return;
+  cudaPointerAttributes attributes;
+  check(cudaPointerGetAttributes(&attributes, view.data), "looking up a tensor's memory");
+  if (attributes.type == cudaMemoryTypeUnregistered) {
+    throw InvalidArgument(name, fmt::format("{} is said to be on {}, but {} is host memory: copy it to the GPU, or pass device cpu", name,
+                                            to_string(view.device), view.data));
+  }
+  if (attributes.type == cudaMemoryTypeDevice && attributes.device != view.device.index) {
+    throw InvalidArgument(name, fmt::format("{} is said to be on {}, but its memory is on cuda:{}", name, to_string(view.device), attributes.device));
+  }
+}
+
+template <class Arguments>
+void check_pointers(const Arguments& a) {
+  check_pointer("q", a.q);
+  if (a.call.pieces.empty()) {
+    check_pointer("k", a.k);
+    check_pointer("v", a.v);
+  }
+  check_pointer("out", a.out);
+  check_pointer("lse", a.lse);
+  check_pointer("key_mask", a.call.key_mask);
+  check_pointer("alibi_slopes", a.call.alibi_slopes);
+  if (a.call.lengths.device.type == DeviceType::cuda) check_pointer("lengths", a.call.lengths);
+  for (const KeyPiece& piece : a.call.pieces) {
+    check_pointer("pieces", piece.k);
+    check_pointer("pieces", piece.v);
+  }
+  if (a.call.workspace) check_pointer("workspace", ConstTensorView{a.call.workspace, DType::boolean, a.q.device, {1, 1, 1, 1}, {}});
+  if (a.call.cancel && a.call.cancel->load()) throw Cancelled("the call was cancelled before it started");
+}
+
+template <class Arguments>
+int device_of(const Arguments& a) {
+  return a.q.device.index;
+}
+template <class Arguments>
+cudaStream_t stream_of(const Arguments& a) {
+  return static_cast<cudaStream_t>(a.call.stream);
+}
+
+/// Anything that the lean instantiations of the matrix-unit kernels leave out.
+bool wants_features(const Launch& launch) {
+  return launch.key_mask || launch.alibi || launch.dropout || launch.piece_count > 0 || !launch.aligned || !(launch.scale > 0) ||
+         (launch.columns != 64 && launch.columns != 128);
+}
+
+void forward_matrix(const ForwardArguments& a) {
+  const DeviceGuard guard(device_of(a));
+  check_pointers(a);
+  const Tiling tiling{forward_tile_rows(static_cast<int>(a.plan.problem().head_dim)), false};
+  for_each_launch(a, tiling, true, [&](Launch& launch) {
+    if (launch.items == 0) return;
+    const auto run = a.q.dtype == DType::bf16 ? forward_bf16 : forward_f16;
+    check(run(launch, wants_features(launch), stream_of(a)), "starting the forward kernel");
+  });
+}
+
+void forward_simt_call(const ForwardArguments& a) {
+  const DeviceGuard guard(device_of(a));
+  check_pointers(a);
+  for_each_launch(a, {}, false, [&](Launch& launch) { check(forward_simt(launch, a.q.dtype, stream_of(a)), "starting the forward kernel"); });
+}
+
+void check_gradients(const BackwardArguments& a) {
+  check_pointers(a);
+  check_pointer("dout", a.dout);
+  check_pointer("dq", a.dq);
+  check_pointer("dk", a.dk);
+  check_pointer("dv", a.dv);
+  check_pointer("dlse", a.call.dlse);
+}
+
+void backward_simt_call(const BackwardArguments& a) {
+  const DeviceGuard guard(device_of(a));
+  check_gradients(a);
+  if (a.ranges.size() > kMaxRanges) {
+    throw Unsupported(fmt::format("{} query ranges in a backward on {}: up to {} run there; join adjacent ones", a.ranges.size(),
+                                  to_string(a.q.device), kMaxRanges));
+  }
+  for_each_launch(a, {}, false, [&](Launch& launch) { check(backward_simt(launch, a.q.dtype, stream_of(a)), "starting the backward kernels"); });
+}
+
+void backward_matrix(const BackwardArguments& a) {
+  if (!has_key_sums(a)) return backward_simt_call(a);
+  const DeviceGuard guard(device_of(a));
+  check_gradients(a);
+  const Tiling tiling{backward_tile_keys(static_cast<int>(a.plan.problem().head_dim)), true};
+  bool prepared = false;
+  Launch last{};
+  for_each_launch(a, tiling, true, [&](Launch& launch) {
+    if (!prepared) check(prepare_backward(launch, a.q.dtype, stream_of(a)), "starting the preparation of backward");
+    prepared = true;
+    if (launch.items > 0) {
+      const auto run = a.q.dtype == DType::bf16 ? backward_bf16 : backward_f16;
+      check(run(launch, wants_features(launch), stream_of(a)), "starting the backward kernel");
+    }
+    last = launch;
+  });
+  check(finish_backward(last, a.q.dtype, stream_of(a)), "starting the conversion of gradients");
+}
+
+const Kernel kMatrix = {"cuda-mma", can_run_matrix, [](const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; },
+                        forward_matrix, backward_matrix};
+const Kernel kSimt = {"cuda-simt", can_run_simt, [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
+                      forward_simt_call, backward_simt_call};
+const Kernel* const kList[] = {&kMatrix, &kSimt};
+
+}  // namespace
+
+int forward_tile_rows(int columns) { return columns > 128 ? 64 : 128; }
+int backward_tile_keys(int) { return 128; }
+
+std::span<const Kernel* const> kernels() { return kList; }
+const std::vector<DeviceFacts>& devices() { return machine().devices; }
+const std::string& why_none() { return machine().why_none; }
+
+void fill_zero(const TensorView& view, void* stream) {
+  const DeviceGuard guard(view.device.index);
+  const Rows rows{static_cast<char*>(view.data), view.strides[0], view.strides[1], view.strides[2]};
+  check(fill_zero(rows, static_cast<int>(size_of(view.dtype)), view.batch(), view.rows(), view.heads(), static_cast<int>(view.columns()),
+                  static_cast<cudaStream_t>(stream)),
+        "zeroing a tensor");
+}
+
+}  // namespace longspan::cuda

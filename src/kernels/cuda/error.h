@@ -1,0 +1,52 @@
+// CUDA status codes to typed errors, and the device of a call.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include "longspan/error.h"
+
+namespace longspan::cuda {
+
+/// Throws CudaError (or OutOfMemory) unless status is success. Errors that earlier work left behind are named as such.
+inline void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // a failed launch must not be reported again by the next call
+  if (status == cudaErrorMemoryAllocation) {
+    throw OutOfMemory(fmt::format("{}: the GPU has no more memory; free tensors, or use a smaller problem", what));
+  }
+  switch (status) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchFailure:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorECCUncorrectable:
+      throw CudaError(fmt::format("earlier work on this GPU failed ({}: {}), so the process can no longer use it; found before: {}",
+                                  cudaGetErrorName(status), cudaGetErrorString(status), what));
+    default:
+      throw CudaError(fmt::format("{}: {} ({})", what, cudaGetErrorString(status), cudaGetErrorName(status)));
+  }
+}
+
+/// Makes a device current and gives the caller's back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&before_), "asking for the current GPU");
+    if (before_ != device) check(cudaSetDevice(device), "choosing a GPU");
+    changed_ = before_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace longspan::cuda

@@ -1,0 +1,376 @@
+// Forward on matrix units: one block per tile of query rows of one strand.
+//   shared   Q [rows][columns], K and V [keys][columns], 16-bit, swizzled; V loads under Q K^T, the next K under P V
+//   a warp   16 * kRowTiles query rows; scores and probabilities stay in registers: the accumulator of Q K^T is, packed,
+//            the A operand of P V
+//   several branches on one row: the softmax state of the row (maximum, sum, unscaled output) is put down in float32 and
+//            taken up again by the next branch that covers it, in branch order, so the sum is the one the definition has
+#pragma once
+
+#include "kernels/cuda/tile.cuh"
+#include "util/philox.h"
+
+namespace longspan::cuda {
+
+/// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, fewer columns than kColumns, scales that are not positive.
+template <class T, int kColumnsValue, bool kFeaturesValue>
+struct ForwardShape {
+  using Element = T;
+  static constexpr int kColumns = kColumnsValue;
+  static constexpr bool kFeatures = kFeaturesValue;
+  static constexpr int kWarps = 4, kThreads = kWarps * kWarpThreads;
+  static constexpr int kRowTiles = kColumns > 128 ? 1 : 2;
+  static constexpr int kRows = 16 * kRowTiles * kWarps;
+  static constexpr int kKeys = kColumns == 64 && !kFeatures ? 128 : 64;
+  static constexpr int kSharedBytes = (kRows + 2 * kKeys) * kColumns * 2;
+};
+
+/// One (query row, branch): what masks and biases need to know.
+struct QueryRow {
+  int own;       // its row in the strand
+  int position;  // in the sequence
+};
+
+template <class Shape>
+struct ForwardTile {
+  using T = typename Shape::Element;
+  static constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys, kRowTiles = Shape::kRowTiles;
+  float scores[kRowTiles][kKeys / 8][4];
+  float out[kRowTiles][kColumns / 8][4];
+  float largest[kRowTiles][2];
+  float sum[kRowTiles][2];
+
+  __device__ __forceinline__ void multiply_queries(std::uint32_t q_tile, std::uint32_t k_tile, int first_row) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      Fragment a[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) load_a<kColumns>(a[m], q_tile, first_row + 16 * m, step);
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        Fragment b;
+        load_b_transposed<kColumns>(b, k_tile, n * 16, step);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply_add<T>(scores[m][2 * n], a[m], b[0], b[1]);
+          multiply_add<T>(scores[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(std::uint32_t v_tile) {
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      Fragment a[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        a[m][0] = pack<T>(scores[m][2 * step][0], scores[m][2 * step][1]);
+        a[m][1] = pack<T>(scores[m][2 * step][2], scores[m][2 * step][3]);
+        a[m][2] = pack<T>(scores[m][2 * step + 1][0], scores[m][2 * step + 1][1]);
+        a[m][3] = pack<T>(scores[m][2 * step + 1][2], scores[m][2 * step + 1][3]);
+      }
+#pragma unroll
+      for (int n = 0; n < kColumns / 16; ++n) {
+        Fragment b;
+        load_b<kColumns>(b, v_tile, step * 16, n);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply_add<T>(out[m][2 * n], a[m], b[0], b[1]);
+          multiply_add<T>(out[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float base_of(float value) { return value == -LONGSPAN_INFINITY ? 0.0f : value; }
+
+  /// Raises a row's maximum; what is summed so far is scaled to it.
+  __device__ __forceinline__ void raise(int m, int half, float to) {
+    const float correction = fast_exp2(largest[m][half] - base_of(to));
+    largest[m][half] = to;
+    sum[m][half] *= correction;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      out[m][n][2 * half] *= correction;
+      out[m][n][2 * half + 1] *= correction;
+    }
+  }
+
+  /// scores become probabilities relative to the row's maximum. `factor` takes scores to base-2 exponents.
+  __device__ __forceinline__ void softmax(float factor) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = scores[m][0][2 * half];
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          highest = fmaxf(highest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+        }
+        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+        raise(m, half, fmaxf(largest[m][half], highest * factor));
+        const float base = base_of(largest[m][half]);
+        float total = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& score = scores[m][n][2 * half + i];
+            score = fast_exp2(fmaf(score, factor, -base));
+            total += score;
+          }
+        }
+        sum[m][half] += total;
+      }
+    }
+  }
+};
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_constant__ Launch a) {
+  using T = typename Shape::Element;
+  constexpr int kColumns = Shape::kColumns, kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
+  constexpr int kRowTiles = Shape::kRowTiles;
+  constexpr bool kFeatures = Shape::kFeatures;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ std::uint8_t allowed[2][kFeatures ? kKeys : 1];
+  const Item item = a.decode(take_item(a));
+  if (item.branch < 0) {
+    fill_uncovered<T>(a, item);
+    return;
+  }
+  const DeviceBranch& branch = a.branches[item.branch];
+  const int length = a.length(item.entry);
+  const StrandRows strand = branch.strand(item.head, item.segment, length);
+  const StrandQueries queries = queries_of(strand, a.ranges[item.range]);
+  const int rows = min(kRows, queries.count - item.tile * kRows);
+  if (rows <= 0) {
+    wait_for_earlier(a, item);
+    announce(a, item);
+    return;
+  }
+  const int first_query = queries.begin + item.tile * kRows;  // row of the strand
+  const std::int64_t q_row = queries.q_row + static_cast<std::int64_t>(item.tile) * kRows * strand.stride;
+  const int kv_head = item.head / (a.heads / a.kv_heads);
+  const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+  const int warp_row = warp * 16 * kRowTiles, thread_row = warp_row + lane / 4;
+
+  const std::uint32_t q_tile = shared_address(shared), k_tile = q_tile + kRows * kColumns * 2,
+                      v_tile = k_tile + kKeys * kColumns * 2;
+  const char* const q_base = a.q.data + a.q.offset(item.entry, q_row, item.head) * 2;
+  const char* const k_base = a.k.data + a.k.offset(item.entry, strand.start, kv_head) * 2;
+  const char* const v_base = a.v.data + a.v.offset(item.entry, strand.start, kv_head) * 2;
+  const std::int64_t k_step = a.k.row * strand.stride * 2, v_step = a.v.row * strand.stride * 2;
+
+  // With features a key's row may be masked or lie in a piece; without, rows are an arithmetic progression.
+  const auto load_keys = [&](std::uint32_t tile, bool values, int first) {
+    if constexpr (!kFeatures) {
+      load_rows<kColumns, kKeys, kThreads, false>(tile, values ? v_base : k_base, values ? v_step : k_step, first, strand.count,
+                                                  kColumns, true);
+    } else {
+      constexpr int kChunks = kColumns / 8, kStep = kThreads / kChunks;
+      const int chunk = threadIdx.x % kChunks;
+#pragma unroll 1
+      for (int row = threadIdx.x / kChunks; row < kKeys; row += kStep) {
+        const int key = first + row, position = strand.start + key * strand.stride;
+        bool valid = key < strand.count && a.allowed(item.entry, position);
+        const char *k_row = a.q.data, *v_row = a.q.data;
+        if (valid) a.key_row(item.entry, kv_head, position, 2, k_row, v_row);
+        if (!k_row) {  // no query of this call attends to it
+          valid = false;
+          k_row = v_row = a.q.data;
+        }
+        if (!values && chunk == 0) allowed[first / kKeys & 1][row] = valid;
+        load_chunk<true>(tile + chunk_offset<kColumns>(row, chunk), values ? v_row : k_row, chunk, valid, a.columns, a.aligned);
+      }
+    }
+    copy_commit();
+  };
+
+  load_rows<kColumns, kRows, kThreads, kFeatures>(q_tile, q_base, a.q.row * strand.stride * 2, 0, rows, a.columns, a.aligned);
+  load_keys(k_tile, false, 0);
+
+  ForwardTile<Shape> tile;
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      tile.largest[m][half] = -LONGSPAN_INFINITY;
+      tile.sum[m][half] = 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tile.out[m][n][i] = 0.0f;
+  }
+  const auto position_of = [&](int row) { return strand.start + (first_query + row) * strand.stride; };
+  const auto packed_of = [&](int row) {
+    return a.packed_row(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
+  };
+  if (a.merges) {
+    wait_for_earlier(a, item);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = thread_row + 16 * m + 8 * half;
+        if (row >= rows || !a.covered(item.head, position_of(row), length, 0, item.branch)) continue;
+        const std::int64_t packed = packed_of(row);
+        tile.largest[m][half] = __ldcg(a.state_sums + 2 * packed);
+        tile.sum[m][half] = lane % 4 == 0 ? __ldcg(a.state_sums + 2 * packed + 1) : 0.0f;
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const int column = n * 8 + (lane % 4) * 2;
+          if (column >= a.columns) continue;
+          const float2 pair = __ldcg(reinterpret_cast<const float2*>(a.state + packed * a.columns + column));
+          tile.out[m][n][2 * half] = pair.x;
+          tile.out[m][n][2 * half + 1] = pair.y;
+        }
+      }
+    }
+  }
+
+  const float scale_log2 = a.scale * kLog2E;
+  const float slope = kFeatures && a.alibi ? a.alibi[item.head * a.alibi_head] * kLog2E : 0.0f;
+  const DropoutRule dropout = [&] {
+    DropoutRule rule(0.0, kFeatures && a.seed_pointer ? *a.seed_pointer : a.seed);
+    rule.threshold = a.drop_threshold;
+    return rule;
+  }();
+  const int last_key = a.causal ? min(strand.count, first_query + rows) : strand.count;
+
+  for (int first = 0; first < last_key; first += kKeys) {
+    copy_wait<0>();
+    __syncthreads();
+    load_keys(v_tile, true, first);
+    tile.multiply_queries(q_tile, k_tile, warp_row);
+    const bool more = first + kKeys < last_key;
+
+    if constexpr (kFeatures) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int own = first_query + thread_row + 16 * m + (i / 2) * 8, local = n * 8 + (lane % 4) * 2 + i % 2;
+            const int key = first + local;
+            float& score = tile.scores[m][n][i];
+            score *= scale_log2;
+            if (a.alibi) score -= slope * static_cast<float>(abs(own - key) * static_cast<std::int64_t>(strand.stride));
+            if (!allowed[first / kKeys & 1][local] || (a.causal && key > own)) score = -LONGSPAN_INFINITY;
+          }
+    } else if (first + kKeys > strand.count || (a.causal && first + kKeys > first_query + warp_row + 1)) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int own = first_query + thread_row + 16 * m + (i / 2) * 8, key = first + n * 8 + (lane % 4) * 2 + i % 2;
+            if (key >= strand.count || (a.causal && key > own)) tile.scores[m][n][i] = -LONGSPAN_INFINITY;
+          }
+    }
+    tile.softmax(kFeatures ? 1.0f : scale_log2);
+    if constexpr (kFeatures) {
+      if (a.dropout) {
+        const int branch_head = item.branch * a.heads + item.head;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int position = position_of(thread_row + 16 * m + 8 * half);
+#pragma unroll 1
+            for (int n = 0; n < kKeys / 8; ++n) {
+              const int key = first + n * 8 + (lane % 4) * 2;
+              const PhiloxBlock words = dropout.words(position, key / 4, branch_head, item.entry);
+              const bool upper = lane & 1;
+              const bool keep0 = (upper ? words[2] : words[0]) >= dropout.threshold;
+              const bool keep1 = (upper ? words[3] : words[1]) >= dropout.threshold;
+#pragma unroll
+              for (int each = 0; each < kKeys / 8; ++each) {  // a register array needs constant indices
+                if (each != n) continue;
+                tile.scores[m][each][2 * half] *= keep0 ? a.keep_factor : 0.0f;
+                tile.scores[m][each][2 * half + 1] *= keep1 ? a.keep_factor : 0.0f;
+              }
+            }
+          }
+      }
+    }
+    copy_wait<0>();
+    __syncthreads();
+    if (more) load_keys(k_tile, false, first + kKeys);
+    tile.multiply_values(v_tile);
+  }
+
+  // Padding, then either put the state down for a later branch or write the row.
+  const int padding = branch.padding(strand, length, a.causal);
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& sum = tile.sum[m][half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (padding > 0) {
+        tile.raise(m, half, fmaxf(tile.largest[m][half], 0.0f));
+        sum += static_cast<float>(padding) * fast_exp2(-tile.largest[m][half]);
+      }
+      const int row = thread_row + 16 * m + 8 * half;
+      const bool unfinished = a.merges && row < rows &&
+                              a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count);
+      if (unfinished) {
+        const std::int64_t packed = packed_of(row);
+        if (lane % 4 == 0) {
+          __stcg(a.state_sums + 2 * packed, tile.largest[m][half]);
+          __stcg(a.state_sums + 2 * packed + 1, sum);
+        }
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const int column = n * 8 + (lane % 4) * 2;
+          if (column >= a.columns) continue;
+          __stcg(reinterpret_cast<float2*>(a.state + packed * a.columns + column),
+                 make_float2(tile.out[m][n][2 * half], tile.out[m][n][2 * half + 1]));
+        }
+      } else if (a.lse && row < rows && lane % 4 == 0) {
+        const std::int64_t target = a.lse_offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
+        a.lse[target] = sum == 0.0f ? -LONGSPAN_INFINITY : fmaf(ForwardTile<Shape>::base_of(tile.largest[m][half]), kLn2, logf(sum));
+      }
+      const float factor = sum == 0.0f ? 0.0f : a.output_scale / sum;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const std::uint32_t packed = pack<T>(tile.out[m][n][2 * half] * factor, tile.out[m][n][2 * half + 1] * factor);
+        asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(q_tile + chunk_offset<kColumns>(row, n) + (lane % 4) * 4), "r"(packed)
+                     : "memory");
+      }
+    }
+  }
+  __syncwarp();
+  constexpr int kChunks = kColumns / 8;
+#pragma unroll 4
+  for (int i = lane; i < 16 * kRowTiles * kChunks; i += kWarpThreads) {
+    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    if (row >= rows || chunk * 8 >= a.columns) continue;
+    if (a.merges && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count)) continue;
+    const uint4 value = *reinterpret_cast<const uint4*>(shared + chunk_offset<kColumns>(row, chunk));
+    T* const target = reinterpret_cast<T*>(a.out.data) +
+                      a.out.offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head) + chunk * 8;
+    if (!kFeatures || a.aligned) {
+      *reinterpret_cast<uint4*>(target) = value;
+    } else {
+      const T* const elements = reinterpret_cast<const T*>(&value);
+#pragma unroll
+      for (int column = 0; column < 8; ++column) target[column] = elements[column];
+    }
+  }
+  announce(a, item);
+}
+
+}  // namespace longspan::cuda

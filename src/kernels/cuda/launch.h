@@ -1,0 +1,196 @@
+// What a CUDA kernel is told: tensors, branches and work, by value in the launch's parameters (under 4 KB, so nothing is
+// uploaded). A flat item index becomes (branch, range, entry, head, segment, tile) by arithmetic.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define LONGSPAN_DEVICE __host__ __device__ __forceinline__
+#else
+#define LONGSPAN_DEVICE inline
+#endif
+
+namespace longspan::cuda {
+
+inline constexpr int kMaxBranches = 16;
+inline constexpr int kMaxWork = 24;
+inline constexpr int kMaxRanges = 8;
+inline constexpr int kMaxPieces = 8;
+inline constexpr int kFillRows = 256;
+
+/// A tensor [batch, row, head, column]; strides in elements.
+struct Rows {
+  char* data;
+  std::int64_t batch, row, head;
+  LONGSPAN_DEVICE std::int64_t offset(std::int64_t entry, std::int64_t r, std::int64_t h) const {
+    return entry * batch + r * row + h * head;
+  }
+};
+
+struct StrandRows {
+  int start, stride, count;
+};
+
+/// BranchPlan with 32-bit rows, as far as devices need it.
+struct DeviceBranch {
+  int segment, dilation, head_begin, head_count, fixed_phase, phase_divisor;
+  bool skip_if_longer, pad_keys;
+
+  LONGSPAN_DEVICE bool owns(int head) const { return head >= head_begin && head < head_begin + head_count; }
+  LONGSPAN_DEVICE int phase(int head) const {
+    if (fixed_phase >= 0) return fixed_phase;
+    return phase_divisor > 0 ? head / phase_divisor : head % dilation;
+  }
+  LONGSPAN_DEVICE bool active(int length) const { return !(skip_if_longer && segment > length); }
+  /// The strand of a head in a segment of a sequence of `length` rows; count 0 if it is empty or the branch inactive.
+  LONGSPAN_DEVICE StrandRows strand(int head, int index, int length) const {
+    const std::int64_t begin = static_cast<std::int64_t>(index) * segment;
+    const std::int64_t left = length - begin, rows = left < segment ? left : segment;
+    const int offset = phase(head);
+    if (!active(length) || offset >= rows) return {0, dilation, 0};
+    return {static_cast<int>(begin + offset), dilation, static_cast<int>((rows - offset + dilation - 1) / dilation)};
+  }
+  LONGSPAN_DEVICE bool covers(int head, int position) const { return (position % segment) % dilation == phase(head); }
+  LONGSPAN_DEVICE int padding(const StrandRows& rows, int length, bool causal) const {
+    if (!pad_keys || causal) return 0;
+    const std::int64_t longest = segment < length ? segment : length;
+    return static_cast<int>((longest + dilation - 1) / dilation) - rows.count;
+  }
+};
+
+/// Positions start .. start + count - 1 are rows first_row .. of q.
+struct DeviceRange {
+  int start, count;
+  std::int64_t first_row;
+};
+
+/// Row i of k and v here is position first + i * step.
+struct DevicePiece {
+  Rows k, v;
+  int first, step, count;
+};
+
+/// Items first_item .. : entries x segments x heads x tiles of one branch in one range. Branch -1 fills uncovered rows.
+struct Work {
+  std::int64_t first_item;
+  int branch, range, head_begin, head_count, first_segment, segments, tiles;
+  int finished_before;  // items of earlier branches, per entry and head of the range
+};
+
+struct Item {
+  int branch, range, entry, head, segment, tile;
+  int finished_before;
+};
+
+struct Launch {
+  Rows q, k, v, out, dout, dq, dk, dv;
+  float* lse;
+  std::int64_t lse_batch, lse_row, lse_head;
+  const float* dlse;
+  std::int64_t dlse_batch, dlse_row, dlse_head;
+  const void* lengths;
+  std::int64_t lengths_batch;
+  const std::uint8_t* key_mask;
+  std::int64_t key_mask_batch, key_mask_row;
+  const float* alibi;
+  std::int64_t alibi_head;
+  const std::uint64_t* seed_pointer;
+  std::uint64_t seed;
+  std::int64_t items, query_rows;
+  float* state;       // float32 accumulators of rows that several branches share, [entry, row, head][columns]
+  float* state_sums;  // their running maximum and sum
+  float* delta;       // backward: [entry, head, row] (x branch with detached_mix)
+  float* dq_sum;      // backward: float32 accumulators
+  float* dk_sum;
+  float* dv_sum;
+  unsigned* ticket;    // next item, when items must start in order
+  unsigned* finished;  // items done per range, entry and head
+  float scale, output_scale, keep_factor;
+  float dscore_scale, sum_scale;  // backward: their product is scale; see prepare.cpp
+  std::uint32_t drop_threshold;
+  int batch, tokens, heads, kv_heads, columns, branch_count, work_count, range_count, piece_count;
+  bool causal, lengths_64, merges, aligned, detached, dropout, sum_keys, fill;
+  DeviceBranch branches[kMaxBranches];
+  DeviceRange ranges[kMaxRanges];
+  Work work[kMaxWork];
+  DevicePiece pieces[kMaxPieces];
+
+  LONGSPAN_DEVICE int length(int entry) const {
+    if (!lengths) return tokens;
+    const std::int64_t value = lengths_64 ? static_cast<const std::int64_t*>(lengths)[entry * lengths_batch]
+                                          : static_cast<const std::int32_t*>(lengths)[entry * lengths_batch];
+    return static_cast<int>(value < 0 ? 0 : value > tokens ? tokens : value);
+  }
+  LONGSPAN_DEVICE std::int64_t lse_offset(int entry, std::int64_t row, int head) const {
+    return entry * lse_batch + row * lse_row + head * lse_head;
+  }
+  LONGSPAN_DEVICE std::int64_t packed_row(int entry, std::int64_t row, int head) const {
+    return (static_cast<std::int64_t>(entry) * heads + head) * query_rows + row;
+  }
+  LONGSPAN_DEVICE bool allowed(int entry, int position) const {
+    return !key_mask || key_mask[entry * key_mask_batch + position * key_mask_row] != 0;
+  }
+  LONGSPAN_DEVICE bool covered(int head, int position, int length_of_entry, int first_branch, int last_branch) const {
+    for (int b = first_branch; b < last_branch; ++b) {
+      if (branches[b].owns(head) && branches[b].active(length_of_entry) && branches[b].covers(head, position)) return true;
+    }
+    return false;
+  }
+  /// Address of a row of k and v, in bytes from their types' size; null in both if no piece holds it.
+  LONGSPAN_DEVICE void key_row(int entry, int kv_head, int position, int element, const char*& k_row,
+                               const char*& v_row) const {
+    if (piece_count == 0) {
+      k_row = k.data + k.offset(entry, position, kv_head) * element;
+      v_row = v.data + v.offset(entry, position, kv_head) * element;
+      return;
+    }
+    k_row = v_row = nullptr;
+    for (int i = 0; i < piece_count; ++i) {
+      const int distance = position - pieces[i].first;
+      if (distance < 0 || distance % pieces[i].step != 0 || distance / pieces[i].step >= pieces[i].count) continue;
+      const int row = distance / pieces[i].step;
+      k_row = pieces[i].k.data + pieces[i].k.offset(entry, row, kv_head) * element;
+      v_row = pieces[i].v.data + pieces[i].v.offset(entry, row, kv_head) * element;
+      return;
+    }
+  }
+
+  LONGSPAN_DEVICE Item decode(std::int64_t flat) const {
+    int w = 0;
+    while (w + 1 < work_count && flat >= work[w + 1].first_item) ++w;
+    const Work& entry_of = work[w];
+    const std::int64_t local = flat - entry_of.first_item;
+    const std::int64_t strand = local / entry_of.tiles;
+    const int tile = static_cast<int>(local - strand * entry_of.tiles);
+    const std::int64_t by_head = strand / entry_of.head_count;
+    Item item;
+    item.branch = entry_of.branch;
+    item.range = entry_of.range;
+    item.head = entry_of.head_begin + static_cast<int>(strand - by_head * entry_of.head_count);
+    item.entry = static_cast<int>(by_head / entry_of.segments);
+    item.segment = entry_of.first_segment + static_cast<int>(by_head % entry_of.segments);
+    item.tile = causal ? entry_of.tiles - 1 - tile : tile;  // longest first
+    item.finished_before = entry_of.finished_before;
+    return item;
+  }
+};
+static_assert(sizeof(Launch) <= 4000, "kernel parameters are limited to 4 KB");
+
+/// Rows [begin, begin + count) of a strand are rows q_row, q_row + stride, ... of q.
+struct StrandQueries {
+  int begin, count;
+  std::int64_t q_row;
+};
+
+LONGSPAN_DEVICE StrandQueries queries_of(const StrandRows& strand, const DeviceRange& range) {
+  const std::int64_t low = range.start > strand.start ? range.start - strand.start : 0;
+  const std::int64_t high = static_cast<std::int64_t>(range.start) + range.count - strand.start;
+  const std::int64_t begin = (low + strand.stride - 1) / strand.stride;
+  std::int64_t end = high <= 0 ? 0 : (high + strand.stride - 1) / strand.stride;
+  if (end > strand.count) end = strand.count;
+  if (begin >= end) return {0, 0, 0};
+  return {static_cast<int>(begin), static_cast<int>(end - begin),
+          range.first_row + strand.start + begin * strand.stride - range.start};
+}
+
+}  // namespace longspan::cuda

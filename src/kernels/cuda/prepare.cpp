@@ -1,0 +1,251 @@
+// Closed forms on the host: O(branches * ranges) per call, nothing uploaded.
+#include "kernels/cuda/prepare.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/cuda/error.h"
+
+namespace longspan::cuda {
+namespace {
+
+constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
+
+int clamp(std::int64_t value) { return static_cast<int>(std::min(value, kMost)); }
+
+template <class View>
+Rows rows_of(const View& view) {
+  return {static_cast<char*>(const_cast<void*>(static_cast<const void*>(view.data))), view.strides[0], view.strides[1], view.strides[2]};
+}
+
+bool aligned(const ConstTensorView& view) {
+  std::uint64_t bits = reinterpret_cast<std::uintptr_t>(view.data);
+  for (int d = 0; d < 3; ++d) {
+    if (view.sizes[d] > 1) bits |= static_cast<std::uint64_t>(view.strides[d] * size_of(view.dtype));
+  }
+  return bits % 16 == 0;
+}
+
+/// What forward and backward have in common. Ranges and work are filled in per launch.
+template <class Arguments>
+Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
+  const Plan& plan = a.plan;
+  const Problem& problem = plan.problem();
+  Launch launch{};
+  launch.q = rows_of(a.q);
+  launch.k = rows_of(a.k);
+  launch.v = rows_of(a.v);
+  launch.out = rows_of(a.out);
+  if (a.lse.given()) {
+    launch.lse = static_cast<float*>(const_cast<void*>(static_cast<const void*>(a.lse.data)));
+    launch.lse_batch = a.lse.strides[0], launch.lse_row = a.lse.strides[1], launch.lse_head = a.lse.strides[2];
+  }
+  const Call& call = a.call;
+  if (call.lengths.given()) {
+    launch.lengths_64 = call.lengths.dtype == DType::i64;
+    launch.lengths = call.lengths.data;
+    launch.lengths_batch = call.lengths.strides[0];
+    if (call.lengths.device.type == DeviceType::cpu) {
+      const std::size_t element = static_cast<std::size_t>(size_of(call.lengths.dtype));
+      void* const copy = a.workspace + space.lengths;
+      check(cudaMemcpy2DAsync(copy, element, call.lengths.data, static_cast<std::size_t>(call.lengths.strides[0]) * element, element,
+                              static_cast<std::size_t>(problem.batch), cudaMemcpyHostToDevice, static_cast<cudaStream_t>(call.stream)),
+            "copying lengths to the GPU (inside a captured graph they must be there already)");
+      launch.lengths = copy;
+      launch.lengths_batch = 1;
+    }
+  }
+  if (call.key_mask.given()) {
+    launch.key_mask = static_cast<const std::uint8_t*>(call.key_mask.data);
+    launch.key_mask_batch = call.key_mask.strides[0], launch.key_mask_row = call.key_mask.strides[1];
+  }
+  if (call.alibi_slopes.given()) {
+    launch.alibi = static_cast<const float*>(call.alibi_slopes.data);
+    launch.alibi_head = call.alibi_slopes.strides[2];
+  }
+  const double dropout = plan.options().dropout;
+  launch.dropout = dropout > 0;
+  launch.seed = call.dropout_seed;
+  launch.seed_pointer = launch.dropout ? call.dropout_seed_pointer : nullptr;
+  launch.drop_threshold = static_cast<std::uint32_t>(dropout * 4294967296.0);
+  launch.keep_factor = static_cast<float>(1.0 / (1.0 - dropout));
+  launch.query_rows = problem.query_rows;
+  launch.scale = static_cast<float>(plan.scale());
+  launch.output_scale = static_cast<float>(plan.output_scale());
+  // A large scale goes with peaked probabilities and tiny dS, which float16 would flush: it is applied before rounding.
+  launch.dscore_scale = std::abs(launch.scale) > 1 ? launch.scale : 1.0f;
+  launch.sum_scale = std::abs(launch.scale) > 1 ? 1.0f : launch.scale;
+  launch.batch = clamp(problem.batch), launch.tokens = clamp(problem.tokens), launch.heads = clamp(problem.heads);
+  launch.kv_heads = clamp(problem.kv_heads), launch.columns = clamp(problem.head_dim);
+  launch.causal = plan.options().causal;
+  launch.merges = matrix && plan.merges_branches();
+  launch.detached = plan.options().detached_mix;
+  launch.aligned = problem.alignment >= 16;
+  launch.fill = !covers_everything(plan) || problem.has_lengths;
+  for (const BranchPlan& branch : plan.branches()) {
+    launch.branches[launch.branch_count++] = {clamp(branch.segment), clamp(branch.dilation), clamp(branch.head_begin),
+                                              clamp(branch.head_count), clamp(branch.fixed_phase), clamp(branch.phase_divisor),
+                                              branch.skip_if_longer, branch.pad_keys};
+  }
+  if (call.pieces.size() > kMaxPieces) {
+    throw Unsupported(fmt::format("{} pieces on {}: up to {} run there; join adjacent ones", call.pieces.size(),
+                                  to_string(problem.device), kMaxPieces));
+  }
+  for (const KeyPiece& piece : call.pieces) {
+    launch.pieces[launch.piece_count++] = {rows_of(piece.k), rows_of(piece.v), clamp(piece.first), clamp(piece.step), clamp(piece.k.rows())};
+    launch.aligned = launch.aligned && aligned(piece.k) && aligned(piece.v);
+  }
+  return launch;
+}
+
+/// Tables of one launch: items branch by branch (so that merging finds earlier branches started), then uncovered rows.
+void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges, std::int64_t first_row, Tiling tiling) {
+  launch.range_count = launch.work_count = 0;
+  launch.items = 0;
+  for (const RowRange& range : ranges) {
+    launch.ranges[launch.range_count++] = {clamp(range.start), clamp(range.count), first_row};
+    first_row += range.count;
+  }
+  if (tiling.rows == 0) return;
+  int finished[kMaxRanges] = {};
+  const auto add = [&](Work work) {
+    work.first_item = launch.items;
+    const std::int64_t per_head = static_cast<std::int64_t>(work.segments) * work.tiles;
+    launch.items += per_head * work.head_count * launch.batch;
+    if (work.branch >= 0) finished[work.range] += clamp(per_head);
+    launch.work[launch.work_count++] = work;
+  };
+  for (int b = 0; b < launch.branch_count; ++b) {
+    const DeviceBranch& branch = launch.branches[b];
+    // With lengths a branch that N leaves out may come in: segments longer than N are longer than every length, so no.
+    if (!branch.active(launch.tokens)) continue;
+    const std::int64_t longest = ceil_divide(std::min(branch.segment, launch.tokens), branch.dilation);
+    for (int r = 0; r < launch.range_count; ++r) {
+      const DeviceRange& range = launch.ranges[r];
+      if (range.count == 0) continue;
+      const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
+      const std::int64_t rows = tiling.by_keys ? longest : std::min(longest, ceil_divide(range.count, branch.dilation));
+      add({0, b, r, branch.head_begin, branch.head_count, first, last - first + 1, clamp(ceil_divide(rows, tiling.rows)), finished[r]});
+    }
+  }
+  if (launch.fill && !tiling.by_keys) {
+    for (int r = 0; r < launch.range_count; ++r) {
+      if (launch.ranges[r].count == 0) continue;
+      add({0, -1, r, 0, launch.heads, 0, 1, clamp(ceil_divide(launch.ranges[r].count, kFillRows)), 0});
+    }
+  }
+  if (launch.items > kMost) {
+    throw Unsupported(fmt::format("{} work items on {}: up to {} run in one launch; pass query_ranges in several calls", launch.items,
+                                  to_string(plan.problem().device), kMost));
+  }
+}
+
+void split_ranges(Launch& launch, const Plan& plan, std::span<const RowRange> ranges, Tiling tiling,
+                  const std::function<void(Launch&)>& run) {
+  const std::size_t at_once = tiling.rows > 0 ? ranges_per_launch(plan) : kMaxRanges;
+  std::int64_t first_row = 0;
+  for (std::size_t i = 0; i < ranges.size(); i += at_once) {
+    const auto part = ranges.subspan(i, std::min(at_once, ranges.size() - i));
+    add_work(launch, plan, part, first_row, tiling);
+    for (const RowRange& range : part) first_row += range.count;
+    run(launch);
+  }
+}
+
+}  // namespace
+
+std::size_t ranges_per_launch(const Plan& plan) {
+  return std::clamp<std::size_t>(kMaxWork / (plan.branches().size() + 1), 1, kMaxRanges);
+}
+
+bool covers_everything(const Plan& plan) {
+  const auto dense = [&](const BranchPlan& branch) { return branch.dilation == 1 && branch.active(plan.problem().tokens); };
+  const auto& branches = plan.branches();
+  if (plan.merges_branches()) return std::any_of(branches.begin(), branches.end(), dense);
+  return std::all_of(branches.begin(), branches.end(), dense);
+}
+
+bool sums_keys(const Plan& plan, std::size_t ranges) {
+  return plan.merges_branches() || plan.problem().heads != plan.problem().kv_heads || ranges != 1;
+}
+
+bool has_key_sums(const BackwardArguments& a) {
+  return layout(a.plan, Pass::backward, true).dk > 0 || !sums_keys(a.plan, a.ranges.size());
+}
+
+Workspace layout(const Plan& plan, Pass pass, bool matrix) {
+  const Problem& problem = plan.problem();
+  Workspace space;
+  const auto take = [&](std::size_t& offset, std::size_t bytes) {
+    offset = space.total;
+    space.total += (bytes + 255) / 256 * 256;
+  };
+  const std::size_t batch = static_cast<std::size_t>(problem.batch), heads = static_cast<std::size_t>(problem.heads);
+  const std::size_t columns = static_cast<std::size_t>(problem.head_dim) * sizeof(float);
+  const std::size_t queries = batch * heads * static_cast<std::size_t>(problem.query_rows);
+  const std::size_t keys = batch * static_cast<std::size_t>(problem.kv_heads) * static_cast<std::size_t>(problem.tokens);
+  if (problem.has_lengths) take(space.lengths, batch * sizeof(std::int64_t));
+  if (pass == Pass::forward) {
+    if (!matrix || !plan.merges_branches()) return space;
+    space.counters_bytes = (1 + kMaxRanges * batch * heads) * sizeof(unsigned);
+    take(space.counters, space.counters_bytes);
+    take(space.state_sums, queries * 2 * sizeof(float));
+    take(space.state, queries * columns);
+    return space;
+  }
+  if (!matrix) {
+    take(space.delta, queries * sizeof(float) * (plan.options().detached_mix ? plan.branches().size() : 1));
+    return space;
+  }
+  take(space.delta, queries * 2 * sizeof(float));
+  take(space.dq, queries * columns);
+  if (sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
+    take(space.dk, keys * columns);
+    take(space.dv, keys * columns);
+  }
+  return space;
+}
+
+void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {
+  const Workspace space = layout(a.plan, Pass::forward, matrix);
+  Launch launch = describe(a, space, matrix);
+  if (launch.merges) {
+    launch.state_sums = reinterpret_cast<float*>(a.workspace + space.state_sums);
+    launch.state = reinterpret_cast<float*>(a.workspace + space.state);
+  }
+  split_ranges(launch, a.plan, a.ranges, tiling, [&](Launch& part) {
+    if (part.merges) {
+      part.ticket = reinterpret_cast<unsigned*>(a.workspace + space.counters);
+      part.finished = part.ticket + 1;
+      check(cudaMemsetAsync(part.ticket, 0, space.counters_bytes, static_cast<cudaStream_t>(a.call.stream)), "clearing counters");
+    }
+    run(part);
+  });
+}
+
+void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {
+  const Workspace space = layout(a.plan, Pass::backward, matrix);
+  Launch launch = describe(a, space, matrix);
+  launch.dout = rows_of(a.dout);
+  launch.dq = rows_of(a.dq);
+  launch.dk = rows_of(a.dk);
+  launch.dv = rows_of(a.dv);
+  if (a.call.dlse.given()) {
+    launch.dlse = static_cast<const float*>(a.call.dlse.data);
+    launch.dlse_batch = a.call.dlse.strides[0], launch.dlse_row = a.call.dlse.strides[1], launch.dlse_head = a.call.dlse.strides[2];
+  }
+  launch.delta = reinterpret_cast<float*>(a.workspace + space.delta);
+  if (matrix) {
+    launch.dq_sum = reinterpret_cast<float*>(a.workspace + space.dq);
+    launch.sum_keys = sums_keys(a.plan, a.plan.problem().query_rows == a.plan.problem().tokens ? a.ranges.size() : 2);
+    if (launch.sum_keys) {
+      launch.dk_sum = reinterpret_cast<float*>(a.workspace + space.dk);
+      launch.dv_sum = reinterpret_cast<float*>(a.workspace + space.dv);
+    }
+  }
+  split_ranges(launch, a.plan, a.ranges, tiling, run);
+}
+
+}  // namespace longspan::cuda

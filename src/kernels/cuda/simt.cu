@@ -1,0 +1,45 @@
+// Starts the CUDA-core kernels: three storage types, three kernels each.
+#include "kernels/cuda/simt.cuh"
+
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/start.cuh"
+
+namespace longspan::cuda {
+namespace {
+
+template <class Body>
+cudaError_t with_storage(DType dtype, Body&& body) {
+  if (dtype == DType::f32) return body.template operator()<float>();
+  if (dtype == DType::bf16) return body.template operator()<__nv_bfloat16>();
+  return body.template operator()<__half>();
+}
+
+constexpr int kThreads = kSimtWarps * kLanes;
+
+std::int64_t blocks_for(std::int64_t rows) { return (rows + kSimtWarps - 1) / kSimtWarps; }
+
+std::int64_t rows_of(const Launch& a) {
+  std::int64_t rows = 0;
+  for (int r = 0; r < a.range_count; ++r) rows += a.ranges[r].count;
+  return rows;
+}
+
+}  // namespace
+
+cudaError_t forward_simt(const Launch& a, DType dtype, cudaStream_t stream) {
+  const std::int64_t rows = rows_of(a);
+  return with_storage(dtype, [&]<class T>() {
+    return start<&simt_forward<T>>(blocks_for(rows * a.heads * a.batch), kThreads, 0, stream, a, rows);
+  });
+}
+
+cudaError_t backward_simt(const Launch& a, DType dtype, cudaStream_t stream) {
+  const std::int64_t rows = rows_of(a);
+  return with_storage(dtype, [&]<class T>() {
+    const cudaError_t error = start<&simt_backward_queries<T>>(blocks_for(rows * a.heads * a.batch), kThreads, 0, stream, a, rows);
+    if (error != cudaSuccess) return error;
+    return start<&simt_backward_keys<T>>(blocks_for(static_cast<std::int64_t>(a.tokens) * a.kv_heads * a.batch), kThreads, 0, stream, a);
+  });
+}
+
+}  // namespace longspan::cuda

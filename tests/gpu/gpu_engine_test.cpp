@@ -1,0 +1,333 @@
+// What the GPU engine promises besides results: one launch, no allocation, graphs, streams, bits, and errors that say what
+// to do. The host part of each runs everywhere; the rest skips aloud without a GPU.
+#include <cstring>
+#include <thread>
+
+#include "gpu/device_case.h"
+#include "longspan/error.h"
+#include "longspan/memory.h"
+
+namespace longspan::testing {
+namespace {
+
+const Pattern kGroups = Pattern::dilated({64, 128}, {1, 2});
+const Pattern kMixed = Pattern::longnet({64, 256}, {1, 3});
+
+Case small(const Pattern& pattern = kGroups, DType dtype = DType::bf16) { return Case(pattern, {}, {1, 256, 4, 4, 64}, dtype); }
+
+class Stream {
+ public:
+  Stream() { cudaStreamCreateWithFlags(&handle_, cudaStreamNonBlocking); }
+  ~Stream() { cudaStreamDestroy(handle_); }
+  cudaStream_t get() const { return handle_; }
+
+ private:
+  cudaStream_t handle_ = nullptr;
+};
+
+/// Captures what `body` puts on a stream.
+template <class Body>
+cudaGraph_t capture(cudaStream_t stream, Body&& body) {
+  cudaGraph_t graph = nullptr;
+  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  body();
+  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  return graph;
+}
+
+int kernels_in(cudaGraph_t graph) {
+  std::size_t count = 0;
+  cudaGraphGetNodes(graph, nullptr, &count);
+  std::vector<cudaGraphNode_t> nodes(count);
+  cudaGraphGetNodes(graph, nodes.data(), &count);
+  int kernels = 0;
+  for (const cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type;
+    cudaGraphNodeGetType(node, &type);
+    kernels += type == cudaGraphNodeTypeKernel;
+  }
+  return kernels;
+}
+
+/// Workspace of the caller's own, for both passes.
+struct OwnWorkspace {
+  OwnWorkspace(const Attention& attention, const Problem& problem) {
+    const auto plan = attention.plan(problem);
+    size = std::max(plan->workspace_bytes(Pass::forward), plan->workspace_bytes(Pass::backward));
+    buffer = DeviceBuffer(size, 0xA5);
+  }
+  void lend(Call& call) const {
+    call.workspace = buffer.data();
+    call.workspace_size = size;
+  }
+  std::size_t size = 0;
+  DeviceBuffer buffer;
+};
+
+TEST(GpuEngine, ForwardIsOneLaunchAndGraphsReplay) {
+  LONGSPAN_NEEDS_GPU();
+  for (const Pattern& pattern : {Pattern::dense(), kGroups, kMixed}) {
+    const Case c = small(pattern);
+    const Attention attention(pattern, {});
+    DeviceCase eager(c), replayed(c);
+    eager.forward(attention, eager.call());
+    eager.backward(attention, eager.call());
+    const Results& want = eager.download();
+    const Stream stream;
+    const OwnWorkspace workspace(attention, replayed.problem());
+    Call call = replayed.call();
+    call.stream = stream.get();
+    workspace.lend(call);
+    cudaGraph_t forward = capture(stream.get(), [&] { replayed.forward(attention, call); });
+    EXPECT_EQ(kernels_in(forward), 1) << pattern.to_string();
+    cudaGraph_t backward = capture(stream.get(), [&] { replayed.backward(attention, call); });
+    EXPECT_LE(kernels_in(backward), 3) << pattern.to_string();
+    for (cudaGraph_t graph : {forward, backward}) {
+      cudaGraphExec_t executable = nullptr;
+      expect_success(cudaGraphInstantiate(&executable, graph, 0));
+      for (int i = 0; i < 3; ++i) expect_success(cudaGraphLaunch(executable, stream.get()));
+      expect_success(cudaStreamSynchronize(stream.get()));
+      cudaGraphExecDestroy(executable);
+      cudaGraphDestroy(graph);
+    }
+    const Results& got = replayed.download();
+    EXPECT_EQ(got.out, want.out);
+    EXPECT_EQ(got.lse, want.lse);
+    EXPECT_EQ(got.dk, want.dk);
+  }
+}
+
+TEST(GpuEngine, CaptureWithoutWorkspaceIsRefused) {
+  LONGSPAN_NEEDS_GPU();
+  const Case c = small(kMixed);
+  const Attention attention(kMixed, {});
+  DeviceCase device(c);
+  const Stream stream;
+  Call call = device.call();
+  call.stream = stream.get();
+  cudaGraph_t graph = capture(stream.get(), [&] { EXPECT_THROW(device.forward(attention, call), InvalidArgument); });
+  cudaGraphDestroy(graph);
+}
+
+TEST(GpuEngine, SteadyStateAllocatesNothing) {
+  LONGSPAN_NEEDS_GPU();
+  for (const Pattern& pattern : {kGroups, kMixed}) {
+    const Case c = small(pattern);
+    const Attention attention(pattern, {});
+    DeviceCase device(c);
+    const Call call = device.call();
+    const auto step = [&] {
+      device.forward(attention, call);
+      device.backward(attention, call);
+      expect_success(cudaDeviceSynchronize());
+    };
+    step();
+    const MemoryStatistics before = device_memory::statistics();
+    const auto cache = plan_cache::statistics();
+    for (int i = 0; i < 5; ++i) step();
+    const MemoryStatistics after = device_memory::statistics();
+    EXPECT_EQ(after.allocations, before.allocations);
+    EXPECT_EQ(after.reserved_bytes, before.reserved_bytes);
+    EXPECT_EQ(after.used_bytes, 0u);
+    EXPECT_GT(after.peak_used_bytes, 0u);
+    EXPECT_EQ(plan_cache::statistics().misses, cache.misses);
+  }
+}
+
+TEST(GpuEngine, EightThreadsOnEightStreams) {
+  LONGSPAN_NEEDS_GPU();
+  const Case c = small(kMixed);
+  Options options;
+  options.deterministic = true;
+  const Attention attention(kMixed, options);
+  DeviceCase alone(c);
+  alone.forward(attention, alone.call());
+  alone.backward(attention, alone.call());
+  const Results& want = alone.download();
+  std::vector<Results> results(8);
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    threads.emplace_back([&, i] {
+      DeviceCase device(c);
+      const Stream stream;
+      Call call = device.call();
+      call.stream = stream.get();
+      for (int repeat = 0; repeat < 10; ++repeat) {
+        device.forward(attention, call);
+        device.backward(attention, call);
+      }
+      cudaStreamSynchronize(stream.get());
+      results[i] = device.download();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const Results& got : results) {
+    EXPECT_EQ(got.out, want.out);
+    EXPECT_EQ(got.dq, want.dq);
+    EXPECT_EQ(got.dv, want.dv);
+  }
+}
+
+/// Bits of a row do not depend on the rows computed with it.
+TEST(GpuEngine, ForwardBitsOfARowAreItsOwn) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool causal : {false, true}) {
+    for (const Pattern& pattern : {Pattern::dense(), kGroups, kMixed}) {
+      Options options;
+      options.causal = causal;
+      const Case whole(pattern, options, {1, 777, 4, 4, 64}, DType::bf16);
+      Case part(pattern, options, {1, 777, 4, 4, 64}, DType::bf16, Layout::bnhd, {{333, 300}});
+      part.k = whole.k;
+      part.v = whole.v;
+      for (std::int64_t row = 0; row < 300; ++row)
+        for (std::int64_t head = 0; head < 4; ++head)
+          for (std::int64_t d = 0; d < 64; ++d) part.q.set(0, row, head, d, whole.q.at(0, row + 333, head, d));
+      const Attention attention(pattern, options);
+      DeviceCase all(whole), some(part);
+      all.forward(attention, all.call());
+      some.forward(attention, some.call());
+      const Results &a = all.download(), &b = some.download();
+      bool equal = true;
+      b.out.for_each([&](auto e, auto row, auto head, auto d) { equal = equal && b.out.at(e, row, head, d) == a.out.at(e, row + 333, head, d); });
+      b.lse.for_each([&](auto e, auto row, auto head, auto) { equal = equal && b.lse.at(e, row, head) == a.lse.at(e, row + 333, head); });
+      EXPECT_TRUE(equal) << pattern.to_string() << (causal ? " causal" : "");
+    }
+  }
+}
+
+TEST(GpuEngine, DeterministicGradientsRepeat) {
+  LONGSPAN_NEEDS_GPU();
+  Options options;
+  options.deterministic = true;
+  const Case c(kMixed, options, {1, 700, 4, 2, 64}, DType::bf16);
+  const Attention attention(kMixed, options);
+  DeviceCase first(c), second(c);
+  for (DeviceCase* device : {&first, &second}) {
+    device->forward(attention, device->call());
+    device->backward(attention, device->call());
+    device->download();
+  }
+  EXPECT_EQ(first.results.dq, second.results.dq);
+  EXPECT_EQ(first.results.dk, second.results.dk);
+  EXPECT_EQ(first.results.dv, second.results.dv);
+}
+
+TEST(GpuEngine, SeedFromTheDevice) {
+  LONGSPAN_NEEDS_GPU();
+  Options options;
+  options.dropout = 0.4;
+  Case c(kGroups, options, {1, 256, 4, 4, 64}, DType::bf16);
+  c.seed = 99;
+  const Attention attention(kGroups, options);
+  DeviceCase by_value(c), by_pointer(c);
+  by_value.forward(attention, by_value.call());
+  const DeviceBuffer seed(8);
+  expect_success(cudaMemcpy(seed.data(), &c.seed, 8, cudaMemcpyHostToDevice));
+  Call call = by_pointer.call();
+  call.dropout_seed = 1;
+  call.dropout_seed_pointer = reinterpret_cast<const std::uint64_t*>(seed.data());
+  by_pointer.forward(attention, call);
+  EXPECT_EQ(by_value.download().out, by_pointer.download().out);
+}
+
+TEST(GpuEngine, EmptyProblems) {
+  LONGSPAN_NEEDS_GPU();
+  for (const Shape& shape : {Shape{0, 16, 2, 2, 64}, Shape{1, 0, 2, 2, 64}}) {
+    const Case c(Pattern::dense(), {}, shape, DType::bf16);
+    DeviceCase device(c);
+    const Attention attention(c.pattern, {});
+    EXPECT_NO_THROW(device.forward(attention, device.call()));
+    EXPECT_NO_THROW(device.backward(attention, device.call()));
+    expect_success(cudaDeviceSynchronize());
+  }
+}
+
+TEST(GpuErrors, HostPointersAreNamed) {
+  LONGSPAN_NEEDS_GPU();
+  const Case c = small();
+  DeviceCase device(c);
+  ConstTensorView host = c.k.view();
+  host.device = kGpu;
+  try {
+    Attention(kGroups, {}).forward(device.q.view(), host, device.v.view(), device.out.output(), device.lse.output());
+    FAIL() << "host memory was taken for a CUDA tensor";
+  } catch (const InvalidArgument& error) {
+    EXPECT_EQ(error.argument(), "k");
+    EXPECT_NE(std::string(error.what()).find("host memory"), std::string::npos) << error.what();
+  }
+}
+
+TEST(GpuErrors, LimitGivesOutOfMemoryAndLeavesTheLibraryUsable) {
+  LONGSPAN_NEEDS_GPU();
+  const Case c = small(kMixed);
+  const Attention attention(kMixed, {});
+  DeviceCase device(c);
+  device_memory::set_limit_bytes(0, 1);
+  EXPECT_THROW(device.forward(attention, device.call()), OutOfMemory);
+  device_memory::set_limit_bytes(0, 0);
+  EXPECT_NO_THROW(device.forward(attention, device.call()));
+  expect_success(cudaDeviceSynchronize());
+  EXPECT_EQ(device_memory::statistics().used_bytes, 0u);
+}
+
+TEST(GpuErrors, OutOfMemoryIsTyped) {
+  LONGSPAN_NEEDS_GPU();
+  EXPECT_THROW(
+      {
+        Problem problem;
+        problem.device = kGpu;
+        problem.dtype = DType::bf16;
+        problem.tokens = problem.query_rows = std::int64_t{1} << 29;
+        problem.heads = problem.kv_heads = 16;
+        problem.batch = 64;
+        const Attention attention(kMixed, {});
+        const auto bytes = attention.plan(problem)->workspace_bytes(Pass::forward);
+        ASSERT_GT(bytes, cuda::devices()[0].memory_bytes);
+        ConstTensorView q = ConstTensorView::bnhd(nullptr, DType::bf16, 64, problem.tokens, 16, 64, kGpu);
+        const DeviceBuffer memory(1024);
+        q.data = memory.data();
+        TensorView out = TensorView::bnhd(reinterpret_cast<void*>(std::uintptr_t{1} << 60), DType::bf16, 64, problem.tokens, 16, 64, kGpu);
+        attention.forward(q, q, q, out);
+      },
+      OutOfMemory);
+  const Case c = small(kMixed);
+  DeviceCase device(c);
+  EXPECT_NO_THROW(device.forward(Attention(kMixed, {}), device.call()));
+  expect_success(cudaDeviceSynchronize());
+}
+
+/// What is refused is refused by name, GPU or not.
+TEST(GpuErrors, RefusalsSayWhy) {
+  Problem problem;
+  problem.device = kGpu;
+  problem.dtype = DType::bf16;
+  problem.tokens = problem.query_rows = 64;
+  problem.head_dim = 100;
+  const auto why = [&](const Pattern& pattern = Pattern::dense()) { return Attention(pattern, {}).plan(problem)->why_no_kernel(Pass::forward); };
+  if (cuda::devices().empty()) {
+    EXPECT_NE(why().find(cuda::why_none()), std::string::npos) << why();
+    return;
+  }
+  EXPECT_NE(why().find("use 104 with zero columns"), std::string::npos) << why();
+  problem.head_dim = 64;
+  EXPECT_EQ(why(), "");
+  problem.device.index = 1000;
+  EXPECT_NE(why().find("cuda:1000"), std::string::npos) << why();
+  problem.device.index = 0;
+  const std::vector<std::uint8_t> ones(16, 1);
+  EXPECT_NE(why(Pattern::block_sparse(BlockMask::from_dense(16, 1, 4, ones))).find("block masks"), std::string::npos);
+}
+
+TEST(GpuErrors, CpuProblemsDoNotTouchTheGpu) {
+  Problem problem;
+  problem.tokens = problem.query_rows = 64;
+  const Plan plan(Pattern::dense(), {}, problem);
+  for (const Kernel* kernel : cuda::kernels()) {
+    const Verdict verdict = kernel->can_run(plan, Pass::forward);
+    EXPECT_FALSE(verdict.ok);
+    EXPECT_NE(verdict.reason.find("tensors are on cpu"), std::string::npos) << verdict.reason;
+  }
+}
+
+}  // namespace
+}  // namespace longspan::testing

@@ -1,0 +1,263 @@
+// Every GPU kernel against the float64 reference: pattern x dtype x causal x shape, then every option alone and together.
+#include "gpu/device_case.h"
+
+namespace longspan::testing {
+namespace {
+
+struct NamedPattern {
+  const char* name;
+  Pattern pattern;
+};
+
+std::vector<NamedPattern> patterns() {
+  return {{"dense", Pattern::dense()},
+          {"groups", Pattern::dilated({64, 128, 512}, {1, 2, 4})},
+          {"groups_ragged", Pattern::dilated({150, 230}, {3, 7}).with_output_scale(0.5)},
+          {"dilation_beyond_segment", Pattern::dilated({4, 1}, {9, 3})},
+          {"longnet_paper", Pattern::longnet({64, 200, 1024}, {1, 3, 6})},
+          {"longnet_torchscale_padded", Pattern::longnet({60, 157, 400}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys()},
+          {"skip", Pattern::longnet({64, 4096}, {1, 2}).with_long_segments(LongSegments::skip)}};
+}
+
+struct NamedShape {
+  const char* name;
+  Shape shape;
+};
+
+std::vector<NamedShape> shapes() {
+  return {{"d64", {1, 384, 4, 4, 64}},          {"d128_ragged", {2, 301, 3, 3, 128}}, {"grouped_queries", {1, 331, 6, 2, 64}},
+          {"tiny", {1, 3, 3, 1, 8}},             {"d48", {2, 267, 4, 4, 48}},          {"d96", {1, 200, 3, 3, 96}},
+          {"d256", {1, 170, 3, 3, 256}},         {"d200", {1, 131, 3, 3, 200}},        {"long_d64", {1, 1100, 4, 4, 64}}};
+}
+
+using Parameters = std::tuple<NamedPattern, DType, bool, NamedShape>;
+class GpuMatchesReference : public ::testing::TestWithParam<Parameters> {};
+
+TEST_P(GpuMatchesReference, ForwardAndGradients) {
+  LONGSPAN_NEEDS_GPU();
+  const auto& [pattern, dtype, causal, shape] = GetParam();
+  Options options;
+  options.causal = causal;
+  const Layout layout = shape.shape.head_dim == 48 ? Layout::padded : causal ? Layout::bhnd : Layout::bnhd;
+  expect_gpu_matches(Case(pattern.pattern, options, shape.shape, dtype, layout));
+}
+
+std::string name_of_case(const ::testing::TestParamInfo<Parameters>& parameters) {
+  const auto& [pattern, dtype, causal, shape] = parameters.param;
+  return std::string(pattern.name) + "_" + std::string(name_of(dtype)) + (causal ? "_causal_" : "_full_") + shape.name;
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuMatchesReference,
+                         ::testing::Combine(::testing::ValuesIn(patterns()), ::testing::Values(DType::f32, DType::bf16, DType::f16),
+                                            ::testing::Bool(), ::testing::ValuesIn(shapes())),
+                         name_of_case);
+
+class GpuOption : public ::testing::TestWithParam<std::tuple<DType, std::int64_t>> {
+ protected:
+  DType dtype() const { return std::get<0>(GetParam()); }
+  Pattern mixed() const { return Pattern::longnet({48, 140, 600}, {1, 3, 5}); }
+  Shape shape() const { return {2, 250, 4, 2, std::get<1>(GetParam())}; }
+  Case make(Options options = {}, std::vector<RowRange> ranges = {}) const {
+    return Case(mixed(), options, shape(), dtype(), Layout::bnhd, std::move(ranges));
+  }
+  static Options causal(bool value) {
+    Options options;
+    options.causal = value;
+    return options;
+  }
+};
+
+TEST_P(GpuOption, ScaleAndOutputScale) {
+  LONGSPAN_NEEDS_GPU();
+  for (const double scale : {0.3, -0.2, 0.0, 100.0}) {
+    Options options;
+    options.scale = scale;
+    options.output_scale = 0.25;
+    expect_gpu_matches(make(options));
+  }
+}
+
+TEST_P(GpuOption, Dropout) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool is_causal : {false, true}) {
+    Options options = causal(is_causal);
+    options.dropout = 0.3;
+    Case c = make(options);
+    c.seed = 0x1234567890abcdefu;
+    expect_gpu_matches(c);
+    c.pattern = Pattern::dilated({100, 250}, {1, 2});
+    expect_gpu_matches(c);
+  }
+}
+
+TEST_P(GpuOption, Lengths) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool is_causal : {false, true}) {
+    Case c = make(causal(is_causal));
+    c.lengths = {197, 0};
+    expect_gpu_matches(c);
+    c.pattern = Pattern::dilated({100, 250}, {1, 2});
+    c.lengths = {250, 77};
+    expect_gpu_matches(c);
+    c.pattern = Pattern::longnet({48, 220}, {1, 3}, PhaseRule::torchscale).with_pad_keys().with_long_segments(LongSegments::skip);
+    c.lengths = {250, 161};
+    expect_gpu_matches(c);
+  }
+}
+
+TEST_P(GpuOption, LengthsOnTheHost) {
+  LONGSPAN_NEEDS_GPU();
+  Case c = make();
+  c.lengths = {197, 33};
+  const reference::Expectation want = c.expected(false);
+  DeviceCase device(c);
+  Call call = device.call();
+  call.lengths = c.call().lengths;
+  device.forward(Attention(c.pattern, c.options), call);
+  const auto comparison = reference::compare(std::as_const(device.download().out).view(), want.out);
+  EXPECT_TRUE(comparison.ok()) << comparison.worst;
+}
+
+TEST_P(GpuOption, KeyMask) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool is_causal : {false, true}) {
+    Case c = make(causal(is_causal));
+    c.key_mask.assign(500, 1);
+    for (std::size_t i = 0; i < 500; i += 3) c.key_mask[i] = 0;
+    for (std::size_t i = 20; i < 190; ++i) c.key_mask[i] = 0;
+    expect_gpu_matches(c);
+    c.pattern = Pattern::longnet({48, 140}, {1, 4}, PhaseRule::torchscale).with_pad_keys();
+    expect_gpu_matches(c);
+  }
+}
+
+TEST_P(GpuOption, ExcludedKeysMayHoldNaN) {
+  LONGSPAN_NEEDS_GPU();
+  Case c = make();
+  c.lengths = {200, 250};
+  c.key_mask.assign(500, 1);
+  c.key_mask[30] = 0;
+  for (std::int64_t head = 0; head < 2; ++head) {
+    for (std::int64_t column = 0; column < c.shape.head_dim; ++column) {
+      for (Tensor* tensor : {&c.k, &c.v}) {
+        tensor->set(0, 30, head, column, std::nan(""));
+        tensor->set(0, 220, head, column, std::nan(""));
+      }
+    }
+  }
+  for (const std::string& kernel : gpu_kernels_for(c)) {
+    Options options = c.options;
+    options.kernel = kernel;
+    const Attention attention(c.pattern, options);
+    DeviceCase device(c);
+    const Call call = device.call();
+    device.forward(attention, call);
+    device.backward(attention, call);
+    const Results& got = device.download();
+    for (const Tensor* tensor : {&got.out, &got.dq, &got.dk, &got.dv}) {
+      bool finite = true;
+      tensor->for_each([&](auto b, auto row, auto head, auto column) { finite = finite && std::isfinite(tensor->at(b, row, head, column)); });
+      EXPECT_TRUE(finite) << kernel;
+    }
+  }
+}
+
+TEST_P(GpuOption, Alibi) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool is_causal : {false, true}) {
+    Case c = make(causal(is_causal));
+    c.alibi_slopes = {0.5f, 0.25f, 0.0f, -0.01f};
+    expect_gpu_matches(c);
+  }
+}
+
+TEST_P(GpuOption, QueryRanges) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool is_causal : {false, true}) {
+    expect_gpu_matches(make(causal(is_causal), {{249, 1}}));
+    expect_gpu_matches(make(causal(is_causal), {{3, 140}, {143, 2}, {200, 50}}));
+    expect_gpu_matches(make(causal(is_causal), {{60, 10}, {5, 1}, {0, 0}, {60, 10}}));
+    expect_gpu_matches(make(causal(is_causal), {{125, 125}, {0, 125}}));  // as many rows as tokens, in another order
+    Case one = make(causal(is_causal), {{100, 150}});
+    one.pattern = Pattern::dilated({100, 250}, {1, 2});
+    expect_gpu_matches(one);
+  }
+}
+
+TEST_P(GpuOption, ManyQueryRanges) {
+  LONGSPAN_NEEDS_GPU();
+  std::vector<RowRange> ranges;
+  for (std::int64_t i = 0; i < 20; ++i) ranges.push_back({i * 12, 5});
+  Case c = make({}, ranges);
+  const reference::Expectation want = c.expected(false);
+  for (const std::string& kernel : gpu_kernels_for(c, false)) {
+    Options options = c.options;
+    options.kernel = kernel;
+    DeviceCase device(c);
+    device.forward(Attention(c.pattern, options), device.call());
+    const auto comparison = reference::compare(std::as_const(device.download().out).view(), want.out);
+    EXPECT_TRUE(comparison.ok()) << kernel << " " << comparison.worst;
+  }
+}
+
+TEST_P(GpuOption, Pieces) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool is_causal : {false, true}) {
+    Case c = make(causal(is_causal));
+    const auto rows = [&](Tensor& tensor, std::int64_t first, std::int64_t count) {
+      ConstTensorView view = std::as_const(tensor).view();
+      view.data = static_cast<const std::byte*>(view.data) + view.offset(0, first, 0) * size_of(view.dtype);
+      view.sizes[1] = count;
+      return view;
+    };
+    c.pieces = {{0, 1, rows(c.k, 0, 90), rows(c.v, 0, 90)}, {90, 1, rows(c.k, 90, 160), rows(c.v, 90, 160)}};
+    expect_gpu_matches(c);
+  }
+}
+
+TEST_P(GpuOption, GradientOfLse) {
+  LONGSPAN_NEEDS_GPU();
+  Case c = make();
+  c.dlse = Tensor::lse(dtype(), 2, 250, 4);
+  c.dlse->fill_random(9);
+  expect_gpu_matches(c);
+}
+
+TEST_P(GpuOption, DetachedMix) {
+  LONGSPAN_NEEDS_GPU();
+  for (const double dropout : {0.0, 0.2}) {
+    Options options;
+    options.detached_mix = true;
+    options.dropout = dropout;
+    options.output_scale = 0.5;
+    Case c = make(options);
+    expect_gpu_matches(c);
+    c.pattern = Pattern::longnet({60, 157, 300}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys();
+    expect_gpu_matches(c);
+  }
+}
+
+TEST_P(GpuOption, Everything) {
+  LONGSPAN_NEEDS_GPU();
+  Options options = causal(true);
+  options.dropout = 0.1;
+  options.output_scale = 0.5;
+  Case c = make(options, {{10, 160}, {190, 60}});
+  c.lengths = {240, 199};
+  c.key_mask.assign(500, 1);
+  for (std::size_t i = 0; i < 500; i += 5) c.key_mask[i] = 0;
+  c.alibi_slopes = {0.1f, 0.2f, 0.3f, 0.4f};
+  c.dlse = Tensor::lse(dtype(), 2, 220, 4);
+  c.dlse->fill_random(9);
+  c.seed = 77;
+  expect_gpu_matches(c);
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuOption,
+                         ::testing::Combine(::testing::Values(DType::f32, DType::bf16, DType::f16), ::testing::Values(40, 64, 128)),
+                         [](const auto& parameters) {
+                           return std::string(name_of(std::get<0>(parameters.param))) + "_d" + std::to_string(std::get<1>(parameters.param));
+                         });
+
+}  // namespace
+}  // namespace longspan::testing

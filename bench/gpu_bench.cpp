@@ -1,8 +1,8 @@
-// Times forward and backward of named workloads on one GPU and prints one JSON line for each; bench/gpu_vs_torch.py runs it
-// beside its peers.
-//   sustained: mean of back-to-back calls; burst: median of 7 calls after a pause of 0.25 s (a long run meets the card's
-//   power cap, a short one does not).
-//   usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only] [workload...]
+// Times forward and backward of named workloads on one GPU and prints one JSON line for each; bench/gpu_vs_torch.py
+// runs it beside its peers.
+//   sustained: mean of back-to-back calls; burst: median of 7 calls after a pause of 0.25 s (a long run meets the
+//   card's power cap, a short one does not). usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only]
+//   [workload...]
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -36,8 +36,8 @@ std::vector<Workload> workloads() {
   const Pattern slide = Pattern::longnet({1024, 5792, 32768, 185363, 1048576}, {1, 2, 4, 8, 16});
   std::vector<Workload> list;
   for (const bool causal : {false, true}) {
-    const auto add = [&](std::string name, std::int64_t tokens, std::int64_t heads, std::int64_t dim, const Pattern& pattern,
-                         DType dtype = DType::bf16) {
+    const auto add = [&](std::string name, std::int64_t tokens, std::int64_t heads, std::int64_t dim,
+                         const Pattern& pattern, DType dtype = DType::bf16) {
       list.push_back({name + (causal ? "_causal" : ""), tokens, heads, dim, pattern, causal, dtype});
     };
     add("dense16k_d64", 16384, 16, 64, Pattern::dense());
@@ -69,8 +69,8 @@ class Tensor {
     }
     const std::int64_t bytes = elements_ * size_of(dtype), step = static_cast<std::int64_t>(block.size());
     for (std::int64_t at = 0; at < bytes; at += step) {
-      cuda::check(cudaMemcpy(static_cast<std::byte*>(data_) + at, block.data(), static_cast<std::size_t>(std::min(step, bytes - at)),
-                             cudaMemcpyHostToDevice),
+      cuda::check(cudaMemcpy(static_cast<std::byte*>(data_) + at, block.data(),
+                             static_cast<std::size_t>(std::min(step, bytes - at)), cudaMemcpyHostToDevice),
                   "filling a tensor");
     }
   }
@@ -121,29 +121,33 @@ void run(const Workload& work, Device device, const std::string& kernel, bool fo
   options.causal = work.causal;
   options.kernel = kernel;
   const Attention attention(work.pattern, options);
-  const Tensor q(work, work.dtype, work.head_dim), k(work, work.dtype, work.head_dim), v(work, work.dtype, work.head_dim),
-      out(work, work.dtype, work.head_dim), lse(work, DType::f32, 1);
-  const auto view = [&](const Tensor& t) { return TensorView::bnhd(t.data(), work.dtype, 1, work.tokens, work.heads, work.head_dim, device); };
+  const Tensor q(work, work.dtype, work.head_dim), k(work, work.dtype, work.head_dim),
+      v(work, work.dtype, work.head_dim), out(work, work.dtype, work.head_dim), lse(work, DType::f32, 1);
+  const auto view = [&](const Tensor& t) {
+    return TensorView::bnhd(t.data(), work.dtype, 1, work.tokens, work.heads, work.head_dim, device);
+  };
   const TensorView lse_view = TensorView::lse(lse.data(), 1, work.tokens, work.heads, device);
   const auto plan = attention.plan(Attention::problem(view(q), view(k)));
   const PlanTotals totals = plan->totals();
   device_memory::reset_peak(device.index);
   const Times forward = measure([&] { attention.forward(view(q), view(k), view(v), view(out), lse_view); });
-  std::string line = fmt::format(R"({{"workload": "{}", "kernel": "{}", "forward_ms": {:.4f}, "forward_burst_ms": {:.4f}, "forward_tflops": {:.1f}, "forward_burst_tflops": {:.1f}, "forward_extra_bytes": {})",
-                                 work.name, plan->kernel(Pass::forward)->name, forward.sustained, forward.burst,
-                                 totals.forward_flops / forward.sustained * 1e-9, totals.forward_flops / forward.burst * 1e-9,
-                                 device_memory::statistics(device.index).peak_used_bytes);
+  std::string line = fmt::format(
+      R"({{"workload": "{}", "kernel": "{}", "forward_ms": {:.4f}, "forward_burst_ms": {:.4f}, "forward_tflops": {:.1f}, "forward_burst_tflops": {:.1f}, "forward_extra_bytes": {})",
+      work.name, plan->kernel(Pass::forward)->name, forward.sustained, forward.burst,
+      totals.forward_flops / forward.sustained * 1e-9, totals.forward_flops / forward.burst * 1e-9,
+      device_memory::statistics(device.index).peak_used_bytes);
   if (!forward_only) {
-    const Tensor dout(work, work.dtype, work.head_dim), dq(work, work.dtype, work.head_dim), dk(work, work.dtype, work.head_dim),
-        dv(work, work.dtype, work.head_dim);
+    const Tensor dout(work, work.dtype, work.head_dim), dq(work, work.dtype, work.head_dim),
+        dk(work, work.dtype, work.head_dim), dv(work, work.dtype, work.head_dim);
     device_memory::reset_peak(device.index);
     const Times backward = measure([&] {
       attention.backward(view(q), view(k), view(v), view(out), lse_view, view(dout), view(dq), view(dk), view(dv));
     });
-    line += fmt::format(R"(, "backward_kernel": "{}", "backward_ms": {:.4f}, "backward_burst_ms": {:.4f}, "backward_tflops": {:.1f}, "backward_burst_tflops": {:.1f}, "backward_extra_bytes": {})",
-                        plan->kernel(Pass::backward)->name, backward.sustained, backward.burst,
-                        totals.backward_flops / backward.sustained * 1e-9, totals.backward_flops / backward.burst * 1e-9,
-                        device_memory::statistics(device.index).peak_used_bytes);
+    line += fmt::format(
+        R"(, "backward_kernel": "{}", "backward_ms": {:.4f}, "backward_burst_ms": {:.4f}, "backward_tflops": {:.1f}, "backward_burst_tflops": {:.1f}, "backward_extra_bytes": {})",
+        plan->kernel(Pass::backward)->name, backward.sustained, backward.burst,
+        totals.backward_flops / backward.sustained * 1e-9, totals.backward_flops / backward.burst * 1e-9,
+        device_memory::statistics(device.index).peak_used_bytes);
   }
   fmt::print("{}}}\n", line);
   std::fflush(stdout);
@@ -168,7 +172,8 @@ int run_all(int argc, char** argv) {
   }
   cuda::check(cudaSetDevice(device.index), "choosing a GPU");
   for (const Workload& work : workloads()) {
-    if (wanted.empty() || std::find(wanted.begin(), wanted.end(), work.name) != wanted.end()) run(work, device, kernel, forward_only);
+    if (wanted.empty() || std::find(wanted.begin(), wanted.end(), work.name) != wanted.end())
+      run(work, device, kernel, forward_only);
   }
   return 0;
 }

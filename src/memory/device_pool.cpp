@@ -1,5 +1,5 @@
-// cudaMallocFromPoolAsync on a pool of our own: it keeps what it has (the steady state asks the driver for nothing), and
-// torch's allocator never sees it.
+// cudaMallocFromPoolAsync on a pool of our own: it keeps what it has (the steady state asks the driver for nothing),
+// and torch's allocator never sees it.
 #include "memory/device_pool.h"
 
 #include <cuda_runtime_api.h>
@@ -44,7 +44,8 @@ struct DevicePool {
 
 DevicePool& pool_of(int device) {
   static auto* const pools = new std::array<DevicePool, kMaxDevices>;  // never destroyed: leases may end during exit
-  if (device < 0 || device >= kMaxDevices) throw Unsupported(fmt::format("cuda:{}: devices 0 to {} are supported", device, kMaxDevices - 1));
+  if (device < 0 || device >= kMaxDevices)
+    throw Unsupported(fmt::format("cuda:{}: devices 0 to {} are supported", device, kMaxDevices - 1));
   return (*pools)[static_cast<std::size_t>(device)];
 }
 
@@ -57,18 +58,21 @@ DeviceLease::DeviceLease(int device, void* stream, std::size_t bytes) : stream_(
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cuda::check(cudaStreamIsCapturing(cuda_stream, &capture), "asking whether the stream is captured");
   if (capture != cudaStreamCaptureStatusNone) {
-    throw InvalidArgument("workspace", fmt::format("workspace of {} bytes inside a graph capture: pass Call::workspace, so that "
-                                                   "replays find it where it was (Plan::workspace_bytes says how much)",
-                                                   bytes));
+    throw InvalidArgument("workspace",
+                          fmt::format("workspace of {} bytes inside a graph capture: pass Call::workspace, so that "
+                                      "replays find it where it was (Plan::workspace_bytes says how much)",
+                                      bytes));
   }
   DevicePool& pool = pool_of(device);
   const cudaMemPool_t handle = pool.get(device);
-  const std::uint64_t used = attribute(handle, cudaMemPoolAttrUsedMemCurrent), reserved = attribute(handle, cudaMemPoolAttrReservedMemCurrent);
+  const std::uint64_t used = attribute(handle, cudaMemPoolAttrUsedMemCurrent),
+                      reserved = attribute(handle, cudaMemPoolAttrReservedMemCurrent);
   const std::size_t limit = pool.limit.load();
   if (limit > 0 && (bytes > limit || used > limit - bytes)) {
-    throw OutOfMemory(fmt::format("workspace of {} bytes on cuda:{}: {} bytes are in use and the limit is {}; use a smaller problem "
-                                  "or a higher limit",
-                                  bytes, device, used, limit));
+    throw OutOfMemory(
+        fmt::format("workspace of {} bytes on cuda:{}: {} bytes are in use and the limit is {}; use a smaller problem "
+                    "or a higher limit",
+                    bytes, device, used, limit));
   }
   void* memory = nullptr;
   cudaError_t status = cudaMallocFromPoolAsync(&memory, bytes, handle, cuda_stream);

@@ -1,13 +1,13 @@
-// Workspace of GPU calls: one stream-ordered pool per device, kept between calls. no_device_pool.cpp stands in for it in
-// builds without CUDA.
+// Workspace of GPU calls: one stream-ordered pool per device, kept between calls. no_device_pool.cpp stands in for it
+// in builds without CUDA.
 #pragma once
 
 #include <cstddef>
 
 namespace longspan {
 
-/// Memory lent in the order of a stream: usable by work that the stream gets from now on, and given back, when the lease
-/// ends, after all work that it has by then. Aligned to 256 bytes, contents unspecified.
+/// Memory lent in the order of a stream: usable by work that the stream gets from now on, and given back, when the
+/// lease ends, after all work that it has by then. Aligned to 256 bytes, contents unspecified.
 class DeviceLease {
  public:
   DeviceLease() = default;

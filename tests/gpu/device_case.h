@@ -40,15 +40,20 @@ class DeviceTensor {
   DeviceTensor() = default;
   explicit DeviceTensor(const ConstTensorView& host) : view_(host) {
     bytes_ = size_of(host.dtype);
-    for (int d = 0; d < 4; ++d) bytes_ += std::max<std::int64_t>(host.sizes[d] - 1, 0) * host.strides[d] * size_of(host.dtype);
+    for (int d = 0; d < 4; ++d)
+      bytes_ += std::max<std::int64_t>(host.sizes[d] - 1, 0) * host.strides[d] * size_of(host.dtype);
     buffer_ = DeviceBuffer(static_cast<std::size_t>(bytes_));
     cudaMemcpy(buffer_.data(), host.data, static_cast<std::size_t>(bytes_), cudaMemcpyHostToDevice);
     view_.data = buffer_.data();
     view_.device = kGpu;
   }
   ConstTensorView view() const { return view_; }
-  TensorView output() const { return {const_cast<void*>(view_.data), view_.dtype, view_.device, view_.sizes, view_.strides}; }
-  void download(Tensor& host) const { cudaMemcpy(host.view().data, view_.data, static_cast<std::size_t>(bytes_), cudaMemcpyDeviceToHost); }
+  TensorView output() const {
+    return {const_cast<void*>(view_.data), view_.dtype, view_.device, view_.sizes, view_.strides};
+  }
+  void download(Tensor& host) const {
+    cudaMemcpy(host.view().data, view_.data, static_cast<std::size_t>(bytes_), cudaMemcpyDeviceToHost);
+  }
 
  private:
   DeviceBuffer buffer_;
@@ -59,7 +64,8 @@ class DeviceTensor {
 /// A Case with its inputs and poisoned outputs on the GPU.
 class DeviceCase {
  public:
-  explicit DeviceCase(const Case& host) : host_(host), q(host.q.view()), k(host.k.view()), v(host.v.view()), dout(host.dout.view()) {
+  explicit DeviceCase(const Case& host)
+      : host_(host), q(host.q.view()), k(host.k.view()), v(host.v.view()), dout(host.dout.view()) {
     const Shape& s = host.shape;
     results.out = Tensor(host.dtype, s.batch, host.rows, s.heads, s.head_dim, host.layout);
     results.lse = Tensor::lse(host.dtype, s.batch, host.rows, s.heads);
@@ -76,7 +82,9 @@ class DeviceCase {
       if (view->given()) data_.emplace(view->data, DeviceTensor(*view));
     }
     for (const KeyPiece& piece : host.pieces) {
-      const auto upload = [&](const ConstTensorView& view) { return data_.emplace(view.data, DeviceTensor(view)).first->second.view(); };
+      const auto upload = [&](const ConstTensorView& view) {
+        return data_.emplace(view.data, DeviceTensor(view)).first->second.view();
+      };
       pieces_.push_back({piece.first, piece.step, upload(piece.k), upload(piece.v)});
     }
   }
@@ -94,7 +102,8 @@ class DeviceCase {
     attention.forward(q.view(), k.view(), v.view(), out.output(), lse.output(), call);
   }
   void backward(const Attention& attention, const Call& call) const {
-    attention.backward(q.view(), k.view(), v.view(), out.view(), lse.view(), dout.view(), dq.output(), dk.output(), dv.output(), call);
+    attention.backward(q.view(), k.view(), v.view(), out.view(), lse.view(), dout.view(), dq.output(), dk.output(),
+                       dv.output(), call);
   }
 
   const Results& download() {
@@ -125,7 +134,8 @@ inline std::vector<std::string> gpu_kernels_for(const Case& c, bool gradients = 
   problem.device = kGpu;
   const Plan plan(c.pattern, c.options, problem);
   for (const Kernel* kernel : cuda::kernels()) {
-    if (kernel->can_run(plan, Pass::forward).ok && (!gradients || kernel->can_run(plan, Pass::backward).ok)) names.emplace_back(kernel->name);
+    if (kernel->can_run(plan, Pass::forward).ok && (!gradients || kernel->can_run(plan, Pass::backward).ok))
+      names.emplace_back(kernel->name);
   }
   return names;
 }
@@ -149,7 +159,8 @@ inline void expect_gpu_matches(const Case& c) {
     const Results& got = device.download();
     const auto check = [&](const char* name, const Tensor& actual, const reference::ExpectedTensor& tensor) {
       const auto comparison = reference::compare(actual.view(), tensor);
-      EXPECT_LE(comparison.over_tolerance, 1) << kernel << " " << name << " " << comparison.worst << "\n" << c.pattern.to_string();
+      EXPECT_LE(comparison.over_tolerance, 1) << kernel << " " << name << " " << comparison.worst << "\n"
+                                              << c.pattern.to_string();
       EXPECT_LE(comparison.rms_over_model, 2) << kernel << " " << name << "\n" << c.pattern.to_string();
     };
     check("out", got.out, want.out);

@@ -1,5 +1,5 @@
-// What the GPU engine promises besides results: one launch, no allocation, graphs, streams, bits, and errors that say what
-// to do. The host part of each runs everywhere; the rest skips aloud without a GPU.
+// What the GPU engine promises besides results: one launch, no allocation, graphs, streams, bits, and errors that say
+// what to do. The host part of each runs everywhere; the rest skips aloud without a GPU.
 #include <cstring>
 #include <thread>
 
@@ -13,7 +13,9 @@ namespace {
 const Pattern kGroups = Pattern::dilated({64, 128}, {1, 2});
 const Pattern kMixed = Pattern::longnet({64, 256}, {1, 3});
 
-Case small(const Pattern& pattern = kGroups, DType dtype = DType::bf16) { return Case(pattern, {}, {1, 256, 4, 4, 64}, dtype); }
+Case small(const Pattern& pattern = kGroups, DType dtype = DType::bf16) {
+  return Case(pattern, {}, {1, 256, 4, 4, 64}, dtype);
+}
 
 class Stream {
  public:
@@ -188,8 +190,12 @@ TEST(GpuEngine, ForwardBitsOfARowAreItsOwn) {
       some.forward(attention, some.call());
       const Results &a = all.download(), &b = some.download();
       bool equal = true;
-      b.out.for_each([&](auto e, auto row, auto head, auto d) { equal = equal && b.out.at(e, row, head, d) == a.out.at(e, row + 333, head, d); });
-      b.lse.for_each([&](auto e, auto row, auto head, auto) { equal = equal && b.lse.at(e, row, head) == a.lse.at(e, row + 333, head); });
+      b.out.for_each([&](auto e, auto row, auto head, auto d) {
+        equal = equal && b.out.at(e, row, head, d) == a.out.at(e, row + 333, head, d);
+      });
+      b.lse.for_each([&](auto e, auto row, auto head, auto) {
+        equal = equal && b.lse.at(e, row, head) == a.lse.at(e, row + 333, head);
+      });
       EXPECT_TRUE(equal) << pattern.to_string() << (causal ? " causal" : "");
     }
   }
@@ -286,7 +292,8 @@ TEST(GpuErrors, OutOfMemoryIsTyped) {
         ConstTensorView q = ConstTensorView::bnhd(nullptr, DType::bf16, 64, problem.tokens, 16, 64, kGpu);
         const DeviceBuffer memory(1024);
         q.data = memory.data();
-        TensorView out = TensorView::bnhd(reinterpret_cast<void*>(std::uintptr_t{1} << 60), DType::bf16, 64, problem.tokens, 16, 64, kGpu);
+        TensorView out = TensorView::bnhd(reinterpret_cast<void*>(std::uintptr_t{1} << 60), DType::bf16, 64,
+                                          problem.tokens, 16, 64, kGpu);
         attention.forward(q, q, q, out);
       },
       OutOfMemory);
@@ -303,7 +310,9 @@ TEST(GpuErrors, RefusalsSayWhy) {
   problem.dtype = DType::bf16;
   problem.tokens = problem.query_rows = 64;
   problem.head_dim = 100;
-  const auto why = [&](const Pattern& pattern = Pattern::dense()) { return Attention(pattern, {}).plan(problem)->why_no_kernel(Pass::forward); };
+  const auto why = [&](const Pattern& pattern = Pattern::dense()) {
+    return Attention(pattern, {}).plan(problem)->why_no_kernel(Pass::forward);
+  };
   if (cuda::devices().empty()) {
     EXPECT_NE(why().find(cuda::why_none()), std::string::npos) << why();
     return;

@@ -1,4 +1,5 @@
-// Every GPU kernel against the float64 reference: pattern x dtype x causal x shape, then every option alone and together.
+// Every GPU kernel against the float64 reference: pattern x dtype x causal x shape, then every option alone and
+// together.
 #include "gpu/device_case.h"
 
 namespace longspan::testing {
@@ -10,13 +11,14 @@ struct NamedPattern {
 };
 
 std::vector<NamedPattern> patterns() {
-  return {{"dense", Pattern::dense()},
-          {"groups", Pattern::dilated({64, 128, 512}, {1, 2, 4})},
-          {"groups_ragged", Pattern::dilated({150, 230}, {3, 7}).with_output_scale(0.5)},
-          {"dilation_beyond_segment", Pattern::dilated({4, 1}, {9, 3})},
-          {"longnet_paper", Pattern::longnet({64, 200, 1024}, {1, 3, 6})},
-          {"longnet_torchscale_padded", Pattern::longnet({60, 157, 400}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys()},
-          {"skip", Pattern::longnet({64, 4096}, {1, 2}).with_long_segments(LongSegments::skip)}};
+  return {
+      {"dense", Pattern::dense()},
+      {"groups", Pattern::dilated({64, 128, 512}, {1, 2, 4})},
+      {"groups_ragged", Pattern::dilated({150, 230}, {3, 7}).with_output_scale(0.5)},
+      {"dilation_beyond_segment", Pattern::dilated({4, 1}, {9, 3})},
+      {"longnet_paper", Pattern::longnet({64, 200, 1024}, {1, 3, 6})},
+      {"longnet_torchscale_padded", Pattern::longnet({60, 157, 400}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys()},
+      {"skip", Pattern::longnet({64, 4096}, {1, 2}).with_long_segments(LongSegments::skip)}};
 }
 
 struct NamedShape {
@@ -25,9 +27,9 @@ struct NamedShape {
 };
 
 std::vector<NamedShape> shapes() {
-  return {{"d64", {1, 384, 4, 4, 64}},          {"d128_ragged", {2, 301, 3, 3, 128}}, {"grouped_queries", {1, 331, 6, 2, 64}},
-          {"tiny", {1, 3, 3, 1, 8}},             {"d48", {2, 267, 4, 4, 48}},          {"d96", {1, 200, 3, 3, 96}},
-          {"d256", {1, 170, 3, 3, 256}},         {"d200", {1, 131, 3, 3, 200}},        {"long_d64", {1, 1100, 4, 4, 64}}};
+  return {{"d64", {1, 384, 4, 4, 64}},   {"d128_ragged", {2, 301, 3, 3, 128}}, {"grouped_queries", {1, 331, 6, 2, 64}},
+          {"tiny", {1, 3, 3, 1, 8}},     {"d48", {2, 267, 4, 4, 48}},          {"d96", {1, 200, 3, 3, 96}},
+          {"d256", {1, 170, 3, 3, 256}}, {"d200", {1, 131, 3, 3, 200}},        {"long_d64", {1, 1100, 4, 4, 64}}};
 }
 
 using Parameters = std::tuple<NamedPattern, DType, bool, NamedShape>;
@@ -38,7 +40,7 @@ TEST_P(GpuMatchesReference, ForwardAndGradients) {
   const auto& [pattern, dtype, causal, shape] = GetParam();
   Options options;
   options.causal = causal;
-  const Layout layout = shape.shape.head_dim == 48 ? Layout::padded : causal ? Layout::bhnd : Layout::bnhd;
+  const Layout layout = shape.shape.head_dim == 48 && causal ? Layout::padded : causal ? Layout::bhnd : Layout::bnhd;
   expect_gpu_matches(Case(pattern.pattern, options, shape.shape, dtype, layout));
 }
 
@@ -48,8 +50,9 @@ std::string name_of_case(const ::testing::TestParamInfo<Parameters>& parameters)
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuMatchesReference,
-                         ::testing::Combine(::testing::ValuesIn(patterns()), ::testing::Values(DType::f32, DType::bf16, DType::f16),
-                                            ::testing::Bool(), ::testing::ValuesIn(shapes())),
+                         ::testing::Combine(::testing::ValuesIn(patterns()),
+                                            ::testing::Values(DType::f32, DType::bf16, DType::f16), ::testing::Bool(),
+                                            ::testing::ValuesIn(shapes())),
                          name_of_case);
 
 class GpuOption : public ::testing::TestWithParam<std::tuple<DType, std::int64_t>> {
@@ -99,7 +102,9 @@ TEST_P(GpuOption, Lengths) {
     c.pattern = Pattern::dilated({100, 250}, {1, 2});
     c.lengths = {250, 77};
     expect_gpu_matches(c);
-    c.pattern = Pattern::longnet({48, 220}, {1, 3}, PhaseRule::torchscale).with_pad_keys().with_long_segments(LongSegments::skip);
+    c.pattern = Pattern::longnet({48, 220}, {1, 3}, PhaseRule::torchscale)
+                    .with_pad_keys()
+                    .with_long_segments(LongSegments::skip);
     c.lengths = {250, 161};
     expect_gpu_matches(c);
   }
@@ -156,7 +161,9 @@ TEST_P(GpuOption, ExcludedKeysMayHoldNaN) {
     const Results& got = device.download();
     for (const Tensor* tensor : {&got.out, &got.dq, &got.dk, &got.dv}) {
       bool finite = true;
-      tensor->for_each([&](auto b, auto row, auto head, auto column) { finite = finite && std::isfinite(tensor->at(b, row, head, column)); });
+      tensor->for_each([&](auto b, auto row, auto head, auto column) {
+        finite = finite && std::isfinite(tensor->at(b, row, head, column));
+      });
       EXPECT_TRUE(finite) << kernel;
     }
   }
@@ -254,9 +261,11 @@ TEST_P(GpuOption, Everything) {
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuOption,
-                         ::testing::Combine(::testing::Values(DType::f32, DType::bf16, DType::f16), ::testing::Values(40, 64, 128)),
+                         ::testing::Combine(::testing::Values(DType::f32, DType::bf16, DType::f16),
+                                            ::testing::Values(40, 64, 128)),
                          [](const auto& parameters) {
-                           return std::string(name_of(std::get<0>(parameters.param))) + "_d" + std::to_string(std::get<1>(parameters.param));
+                           return std::string(name_of(std::get<0>(parameters.param))) + "_d" +
+                                  std::to_string(std::get<1>(parameters.param));
                          });
 
 }  // namespace

@@ -18,13 +18,16 @@ struct BackwardShape {
   static constexpr int kWarps = 8, kThreads = kWarps * kWarpThreads;
   static constexpr int kKeys = 16 * kWarps, kQueries = 64;
   static constexpr int kTileBytes = kQueries * kColumns * 2;  // of Q or dO
-  static constexpr int kSharedBytes = 2 * kKeys * kColumns * 2 + 4 * kTileBytes + kKeys * kQueries * 2 + 2 * kQueries * 8;
+  static constexpr int kSharedBytes =
+      2 * kKeys * kColumns * 2 + 4 * kTileBytes + kKeys * kQueries * 2 + 2 * kQueries * 8;
 };
 
-/// Adds a warp's 16 x 8 accumulators to rows of float32 sums; pairs of lanes swap halves so that each adds four columns.
+/// Adds a warp's 16 x 8 accumulators to rows of float32 sums; pairs of lanes swap halves so that each adds four
+/// columns.
 ///   row_target(row) is the address of row `row` (0..15), or null where there is none.
 template <int kBlocks, class RowTarget>
-__device__ __forceinline__ void add_rows(const float (&sums)[kBlocks][4], int columns, int first_column, RowTarget&& row_target) {
+__device__ __forceinline__ void add_rows(const float (&sums)[kBlocks][4], int columns, int first_column,
+                                         RowTarget&& row_target) {
   const int lane = threadIdx.x % kWarpThreads;
   const bool odd = lane & 1;
   float* const target = row_target(lane / 4 + (odd ? 8 : 0));
@@ -32,14 +35,16 @@ __device__ __forceinline__ void add_rows(const float (&sums)[kBlocks][4], int co
   for (int n = 0; n < kBlocks; ++n) {
     const float give0 = odd ? sums[n][0] : sums[n][2], give1 = odd ? sums[n][1] : sums[n][3];
     const float take0 = __shfl_xor_sync(~0u, give0, 1), take1 = __shfl_xor_sync(~0u, give1, 1);
-    const float4 four = odd ? make_float4(take0, take1, sums[n][2], sums[n][3]) : make_float4(sums[n][0], sums[n][1], take0, take1);
+    const float4 four =
+        odd ? make_float4(take0, take1, sums[n][2], sums[n][3]) : make_float4(sums[n][0], sums[n][1], take0, take1);
     const int column = first_column + n * 8 + (lane % 4 / 2) * 4;
     if (target && column < columns) add_four(target + column, four);
   }
 }
 
 template <class T, int kColumns>
-__device__ __forceinline__ void multiply_rows(float (&sums)[8][4], std::uint32_t a_tile, int a_row, std::uint32_t b_tile) {
+__device__ __forceinline__ void multiply_rows(float (&sums)[8][4], std::uint32_t a_tile, int a_row,
+                                              std::uint32_t b_tile) {
 #pragma unroll
   for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -60,7 +65,8 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[8][4], std::uint32_t
 
 /// gradient += weights * tile, where weights are 16 keys x 64 queries in accumulator order, packed.
 template <class T, int kColumns>
-__device__ __forceinline__ void accumulate(float (&gradient)[kColumns / 8][4], const std::uint32_t (&weights)[4][4], std::uint32_t tile) {
+__device__ __forceinline__ void accumulate(float (&gradient)[kColumns / 8][4], const std::uint32_t (&weights)[4][4],
+                                           std::uint32_t tile) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
 #pragma unroll
@@ -76,7 +82,8 @@ __device__ __forceinline__ void accumulate(float (&gradient)[kColumns / 8][4], c
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1) backward_mma(const __grid_constant__ Launch a) {
   using T = typename Shape::Element;
-  constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys, kQueries = Shape::kQueries, kThreads = Shape::kThreads;
+  constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys, kQueries = Shape::kQueries,
+                kThreads = Shape::kThreads;
   constexpr bool kFeatures = Shape::kFeatures;
   extern __shared__ __align__(1024) char shared[];
   const Item item = a.decode(blockIdx.x);
@@ -101,13 +108,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_mma(const __grid_
   const std::int64_t q_step = a.q.row * strand.stride * 2, do_step = a.dout.row * strand.stride * 2;
   const char* const q_base = a.q.data + a.q.offset(item.entry, queries.q_row, item.head) * 2;
   const char* const do_base = a.dout.data + a.dout.offset(item.entry, queries.q_row, item.head) * 2;
-  const float2* const values_base = reinterpret_cast<const float2*>(a.delta) + a.packed_row(item.entry, queries.q_row, item.head);
+  const float2* const values_base =
+      reinterpret_cast<const float2*>(a.delta) + a.packed_row(item.entry, queries.q_row, item.head);
   const auto load_queries = [&](int tile) {
     const int stage = tile & 1;
-    load_rows<kColumns, kQueries, kThreads, kFeatures>(q_tiles + stage * Shape::kTileBytes, q_base, q_step, tile * kQueries,
-                                                       queries.count, a.columns, a.aligned);
-    load_rows<kColumns, kQueries, kThreads, kFeatures>(do_tiles + stage * Shape::kTileBytes, do_base, do_step, tile * kQueries,
-                                                       queries.count, a.columns, a.aligned);
+    load_rows<kColumns, kQueries, kThreads, kFeatures>(q_tiles + stage * Shape::kTileBytes, q_base, q_step,
+                                                       tile * kQueries, queries.count, a.columns, a.aligned);
+    load_rows<kColumns, kQueries, kThreads, kFeatures>(do_tiles + stage * Shape::kTileBytes, do_base, do_step,
+                                                       tile * kQueries, queries.count, a.columns, a.aligned);
     if (threadIdx.x < kQueries) {
       const int query = tile * kQueries + threadIdx.x;
       const bool valid = query < queries.count;
@@ -189,7 +197,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_mma(const __grid_
         float exponent = fmaf(p[n][i], scale_log2, -values[local].x);
         if constexpr (kFeatures) {
           if (a.alibi) {
-            exponent -= slope * static_cast<float>(abs(first_query + local - key) * static_cast<std::int64_t>(strand.stride));
+            exponent -=
+                slope * static_cast<float>(abs(first_query + local - key) * static_cast<std::int64_t>(strand.stride));
           }
         }
         p[n][i] = fast_exp2(exponent);
@@ -260,7 +269,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_mma(const __grid_
     add_rows(dq, a.columns, first_column, [&](int row) -> float* {
       const int query = tile * kQueries + query_block * 16 + row;
       if (query >= queries.count) return nullptr;
-      return a.dq_sum + a.packed_row(item.entry, queries.q_row + static_cast<std::int64_t>(query) * strand.stride, item.head) * a.columns;
+      return a.dq_sum +
+             a.packed_row(item.entry, queries.q_row + static_cast<std::int64_t>(query) * strand.stride, item.head) *
+                 a.columns;
     });
   }
 
@@ -277,8 +288,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_mma(const __grid_
       add_rows(sums, a.columns, 0, [&](int row) -> float* {
         const int key = first_key + warp_key + row;
         if (key >= strand.count) return nullptr;
-        const std::int64_t packed_row =
-            (static_cast<std::int64_t>(item.entry) * a.kv_heads + kv_head) * a.tokens + strand.start + key * strand.stride;
+        const std::int64_t packed_row = (static_cast<std::int64_t>(item.entry) * a.kv_heads + kv_head) * a.tokens +
+                                        strand.start + key * strand.stride;
         return (which == 0 ? a.dk_sum : a.dv_sum) + packed_row * a.columns;
       });
       continue;

@@ -44,7 +44,8 @@ struct Place {
   bool valid;
 };
 
-__device__ __forceinline__ Place place_of(std::int64_t block, int lanes, std::int64_t rows, int heads, int batch, int columns) {
+__device__ __forceinline__ Place place_of(std::int64_t block, int lanes, std::int64_t rows, int heads, int batch,
+                                          int columns) {
   const std::int64_t thread = block * kThreads + threadIdx.x, flat = thread / lanes;
   Place place;
   place.chunk = static_cast<int>(thread % lanes);
@@ -57,15 +58,19 @@ __device__ __forceinline__ Place place_of(std::int64_t block, int lanes, std::in
 }
 
 int lanes_for(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
-std::int64_t blocks_for(std::int64_t rows, int columns) { return (rows * lanes_for(columns) + kThreads - 1) / kThreads; }
+std::int64_t blocks_for(std::int64_t rows, int columns) {
+  return (rows * lanes_for(columns) + kThreads - 1) / kThreads;
+}
 std::int64_t query_blocks(const Launch& a) { return blocks_for(a.query_rows * a.heads * a.batch, a.columns); }
 std::int64_t key_blocks(const Launch& a) {
   return blocks_for(static_cast<std::int64_t>(a.tokens) * a.kv_heads * a.batch, a.columns);
 }
 
-/// Writes {lse in base 2, dscore_scale * (delta - dlse)} for each query row; lse = -inf becomes +inf, so that its probabilities are 0.
+/// Writes {lse in base 2, dscore_scale * (delta - dlse)} for each query row; lse = -inf becomes +inf, so that its
+/// probabilities are 0.
 template <class T>
-__global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
+__global__ void __launch_bounds__(kThreads)
+    prepare(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
   if (blockIdx.x >= first_key_block) {
     const Place at = place_of(blockIdx.x - first_key_block, lanes, a.tokens, a.kv_heads, a.batch, a.columns);
     if (!at.valid) return;
@@ -83,8 +88,10 @@ __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Laun
   const std::int64_t packed = at.valid ? a.packed_row(at.entry, at.row, at.head) : 0;
   if (at.valid) {
     Eight<T> out, dout;
-    out.load(reinterpret_cast<const T*>(a.out.data) + a.out.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
-    dout.load(reinterpret_cast<const T*>(a.dout.data) + a.dout.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+    out.load(reinterpret_cast<const T*>(a.out.data) + a.out.offset(at.entry, at.row, at.head) + at.chunk * 8,
+             a.aligned);
+    dout.load(reinterpret_cast<const T*>(a.dout.data) + a.dout.offset(at.entry, at.row, at.head) + at.chunk * 8,
+              a.aligned);
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta = fmaf(out.value[i], dout.value[i], delta);
     float4* const sums = reinterpret_cast<float4*>(a.dq_sum + packed * a.columns + at.chunk * 8);
@@ -95,11 +102,13 @@ __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Laun
   const float lse = a.lse[a.lse_offset(at.entry, at.row, at.head)];
   if (a.dlse) delta -= a.dlse[at.entry * a.dlse_batch + at.row * a.dlse_row + at.head * a.dlse_head];
   const bool empty = lse == -LONGSPAN_INFINITY;
-  reinterpret_cast<float2*>(a.delta)[packed] = empty ? make_float2(LONGSPAN_INFINITY, 0.0f) : make_float2(lse * kLog2E, delta * a.dscore_scale);
+  reinterpret_cast<float2*>(a.delta)[packed] =
+      empty ? make_float2(LONGSPAN_INFINITY, 0.0f) : make_float2(lse * kLog2E, delta * a.dscore_scale);
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) finish(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
+__global__ void __launch_bounds__(kThreads)
+    finish(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
   Eight<T> chunk;
   if (blockIdx.x < first_key_block) {
     const Place at = place_of(blockIdx.x, lanes, a.query_rows, a.heads, a.batch, a.columns);
@@ -110,7 +119,8 @@ __global__ void __launch_bounds__(kThreads) finish(const __grid_constant__ Launc
   }
   const Place at = place_of(blockIdx.x - first_key_block, lanes, a.tokens, a.kv_heads, a.batch, a.columns);
   if (!at.valid) return;
-  const std::int64_t packed = ((static_cast<std::int64_t>(at.entry) * a.kv_heads + at.head) * a.tokens + at.row) * a.columns + at.chunk * 8;
+  const std::int64_t packed =
+      ((static_cast<std::int64_t>(at.entry) * a.kv_heads + at.head) * a.tokens + at.row) * a.columns + at.chunk * 8;
   chunk.load_sums(a.dk_sum + packed, 1.0f);
   chunk.store(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
   chunk.load_sums(a.dv_sum + packed, 1.0f);
@@ -118,8 +128,8 @@ __global__ void __launch_bounds__(kThreads) finish(const __grid_constant__ Launc
 }
 
 /// One thread per element; only for calls without queries.
-__global__ void __launch_bounds__(kThreads) zero(Rows rows, int element, std::int64_t row_count, std::int64_t heads, int columns,
-                                                 std::int64_t elements) {
+__global__ void __launch_bounds__(kThreads)
+    zero(Rows rows, int element, std::int64_t row_count, std::int64_t heads, int columns, std::int64_t elements) {
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (flat >= elements) return;
   const std::int64_t column = flat % columns, head = flat / columns % heads, row = flat / columns / heads % row_count,
@@ -149,11 +159,12 @@ cudaError_t finish_backward(const Launch& a, DType dtype, cudaStream_t stream) {
                               : start<&finish<__half>>(blocks, kThreads, 0, stream, a, lanes, first);
 }
 
-cudaError_t fill_zero(const Rows& rows, int element_bytes, std::int64_t batch, std::int64_t row_count, std::int64_t heads, int columns,
-                      cudaStream_t stream) {
+cudaError_t fill_zero(const Rows& rows, int element_bytes, std::int64_t batch, std::int64_t row_count,
+                      std::int64_t heads, int columns, cudaStream_t stream) {
   const std::int64_t elements = batch * row_count * heads * columns;
   if (elements == 0) return cudaSuccess;
-  return start<&zero>((elements + kThreads - 1) / kThreads, kThreads, 0, stream, rows, element_bytes, row_count, heads, columns, elements);
+  return start<&zero>((elements + kThreads - 1) / kThreads, kThreads, 0, stream, rows, element_bytes, row_count, heads,
+                      columns, elements);
 }
 
 }  // namespace longspan::cuda

@@ -13,8 +13,8 @@ cudaError_t start_backward(const Launch& launch, bool features, cudaStream_t str
     using Shape = BackwardShape<T, kColumns, kFeatures>;
     return start<&backward_mma<Shape>>(launch.items, Shape::kThreads, Shape::kSharedBytes, stream, launch);
   };
-  if (!features && launch.columns == 64) return run.template operator()<64, false>();
-  if (!features && launch.columns == 128) return run.template operator()<128, false>();
+  if (!features && launch.columns <= 64) return run.template operator()<64, false>();
+  if (!features) return run.template operator()<128, false>();
   if (launch.columns <= 64) return run.template operator()<64, true>();
   return run.template operator()<128, true>();
 }

@@ -25,18 +25,20 @@ Machine look() {
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess || count == 0) {
     cudaGetLastError();
-    machine.why_none = status == cudaErrorInsufficientDriver
-                           ? "no NVIDIA driver was found, or it is older than the CUDA run time of this build: install or update it"
-                       : status == cudaErrorNoDevice || count == 0
-                           ? "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES"
-                           : fmt::format("CUDA does not start: {}", cudaGetErrorString(status));
+    machine.why_none =
+        status == cudaErrorInsufficientDriver
+            ? "no NVIDIA driver was found, or it is older than the CUDA run time of this build: install or update it"
+        : status == cudaErrorNoDevice || count == 0
+            ? "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            : fmt::format("CUDA does not start: {}", cudaGetErrorString(status));
     return machine;
   }
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
-    machine.devices.push_back({properties.name, properties.major * 10 + properties.minor, properties.multiProcessorCount,
-                               static_cast<int>(properties.sharedMemPerBlockOptin), properties.totalGlobalMem});
+    machine.devices.push_back({properties.name, properties.major * 10 + properties.minor,
+                               properties.multiProcessorCount, static_cast<int>(properties.sharedMemPerBlockOptin),
+                               properties.totalGlobalMem});
   }
   return machine;
 }
@@ -56,14 +58,17 @@ Verdict fits(const Plan& plan) {
     return no("does not find {}: this machine has {} GPUs", to_string(problem.device), found.size());
   }
   const int compute = found[static_cast<std::size_t>(problem.device.index)].compute;
-  if (compute < kOldestCompute) return no("needs compute capability 8.0 (Ampere), {} has {}.{}", to_string(problem.device), compute / 10, compute % 10);
+  if (compute < kOldestCompute)
+    return no("needs compute capability 8.0 (Ampere), {} has {}.{}", to_string(problem.device), compute / 10,
+              compute % 10);
   if (problem.dtype == DType::f64) return no("sums in float32, tensors are f64");
   if (problem.head_dim % 8 != 0) {
-    return no("head_dim {} on {}: multiples of 8 up to 256 run there; use {} with zero columns, or the CPU", problem.head_dim,
-              to_string(problem.device), (problem.head_dim + 7) / 8 * 8);
+    return no("head_dim {} on {}: multiples of 8 up to 256 run there; use {} with zero columns, or the CPU",
+              problem.head_dim, to_string(problem.device), (problem.head_dim + 7) / 8 * 8);
   }
   if (problem.tokens >= std::int64_t{1} << 31) return no("counts rows in 32 bits, there are {}", problem.tokens);
-  if (plan.branches().size() > kMaxBranches) return no("takes up to {} branches, the pattern has {}", kMaxBranches, plan.branches().size());
+  if (plan.branches().size() > kMaxBranches)
+    return no("takes up to {} branches, the pattern has {}", kMaxBranches, plan.branches().size());
   for (const BranchPlan& branch : plan.branches()) {
     if (branch.mask) return no("has no block masks yet: use the CPU for block-sparse patterns");
   }
@@ -76,12 +81,14 @@ Verdict can_run_matrix(const Plan& plan, Pass pass) {
   if (problem.dtype == DType::f32) return no("multiplies 16-bit numbers, tensors are f32");
   if (pass == Pass::backward) {
     if (problem.head_dim > 128) return no("has backward up to head_dim 128, here it is {}", problem.head_dim);
-    if (plan.options().deterministic) return no("adds dq in the order in which blocks finish, deterministic is asked for");
+    if (plan.options().deterministic)
+      return no("adds dq in the order in which blocks finish, deterministic is asked for");
     if (plan.options().detached_mix) return no("has no backward for detached_mix");
   }
   const int needed = pass == Pass::forward ? 97 * 1024 : problem.head_dim > 64 ? 146 * 1024 : 82 * 1024;
   const int available = devices()[static_cast<std::size_t>(problem.device.index)].shared_bytes;
-  if (available < needed) return no("needs {} bytes of shared memory in a block, {} has {}", needed, to_string(problem.device), available);
+  if (available < needed)
+    return no("needs {} bytes of shared memory in a block, {} has {}", needed, to_string(problem.device), available);
   return yes();
 }
 
@@ -93,11 +100,13 @@ void check_pointer(const char* name, const ConstTensorView& view) {
   cudaPointerAttributes attributes;
   check(cudaPointerGetAttributes(&attributes, view.data), "looking up a tensor's memory");
   if (attributes.type == cudaMemoryTypeUnregistered) {
-    throw InvalidArgument(name, fmt::format("{} is said to be on {}, but {} is host memory: copy it to the GPU, or pass device cpu", name,
-                                            to_string(view.device), view.data));
+    throw InvalidArgument(
+        name, fmt::format("{} is said to be on {}, but {} is host memory: copy it to the GPU, or pass device cpu", name,
+                          to_string(view.device), view.data));
   }
   if (attributes.type == cudaMemoryTypeDevice && attributes.device != view.device.index) {
-    throw InvalidArgument(name, fmt::format("{} is said to be on {}, but its memory is on cuda:{}", name, to_string(view.device), attributes.device));
+    throw InvalidArgument(name, fmt::format("{} is said to be on {}, but its memory is on cuda:{}", name,
+                                            to_string(view.device), attributes.device));
   }
 }
 
@@ -117,7 +126,8 @@ void check_pointers(const Arguments& a) {
     check_pointer("pieces", piece.k);
     check_pointer("pieces", piece.v);
   }
-  if (a.call.workspace) check_pointer("workspace", ConstTensorView{a.call.workspace, DType::boolean, a.q.device, {1, 1, 1, 1}, {}});
+  if (a.call.workspace)
+    check_pointer("workspace", ConstTensorView{a.call.workspace, DType::boolean, a.q.device, {1, 1, 1, 1}, {}});
   if (a.call.cancel && a.call.cancel->load()) throw Cancelled("the call was cancelled before it started");
 }
 
@@ -132,8 +142,8 @@ cudaStream_t stream_of(const Arguments& a) {
 
 /// Anything that the lean instantiations of the matrix-unit kernels leave out.
 bool wants_features(const Launch& launch) {
-  return launch.key_mask || launch.alibi || launch.dropout || launch.piece_count > 0 || !launch.aligned || !(launch.scale > 0) ||
-         (launch.columns != 64 && launch.columns != 128);
+  return launch.key_mask || launch.alibi || launch.dropout || launch.piece_count > 0 || !launch.aligned ||
+         !(launch.scale > 0);
 }
 
 void forward_matrix(const ForwardArguments& a) {
@@ -150,7 +160,9 @@ void forward_matrix(const ForwardArguments& a) {
 void forward_simt_call(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
-  for_each_launch(a, {}, false, [&](Launch& launch) { check(forward_simt(launch, a.q.dtype, stream_of(a)), "starting the forward kernel"); });
+  for_each_launch(a, {}, false, [&](Launch& launch) {
+    check(forward_simt(launch, a.q.dtype, stream_of(a)), "starting the forward kernel");
+  });
 }
 
 void check_gradients(const BackwardArguments& a) {
@@ -166,10 +178,12 @@ void backward_simt_call(const BackwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_gradients(a);
   if (a.ranges.size() > kMaxRanges) {
-    throw Unsupported(fmt::format("{} query ranges in a backward on {}: up to {} run there; join adjacent ones", a.ranges.size(),
-                                  to_string(a.q.device), kMaxRanges));
+    throw Unsupported(fmt::format("{} query ranges in a backward on {}: up to {} run there; join adjacent ones",
+                                  a.ranges.size(), to_string(a.q.device), kMaxRanges));
   }
-  for_each_launch(a, {}, false, [&](Launch& launch) { check(backward_simt(launch, a.q.dtype, stream_of(a)), "starting the backward kernels"); });
+  for_each_launch(a, {}, false, [&](Launch& launch) {
+    check(backward_simt(launch, a.q.dtype, stream_of(a)), "starting the backward kernels");
+  });
 }
 
 void backward_matrix(const BackwardArguments& a) {
@@ -191,9 +205,11 @@ void backward_matrix(const BackwardArguments& a) {
   check(finish_backward(last, a.q.dtype, stream_of(a)), "starting the conversion of gradients");
 }
 
-const Kernel kMatrix = {"cuda-mma", can_run_matrix, [](const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; },
-                        forward_matrix, backward_matrix};
-const Kernel kSimt = {"cuda-simt", can_run_simt, [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
+const Kernel kMatrix = {"cuda-mma", can_run_matrix,
+                        [](const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; }, forward_matrix,
+                        backward_matrix};
+const Kernel kSimt = {"cuda-simt", can_run_simt,
+                      [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
                       forward_simt_call, backward_simt_call};
 const Kernel* const kList[] = {&kMatrix, &kSimt};
 
@@ -209,8 +225,8 @@ const std::string& why_none() { return machine().why_none; }
 void fill_zero(const TensorView& view, void* stream) {
   const DeviceGuard guard(view.device.index);
   const Rows rows{static_cast<char*>(view.data), view.strides[0], view.strides[1], view.strides[2]};
-  check(fill_zero(rows, static_cast<int>(size_of(view.dtype)), view.batch(), view.rows(), view.heads(), static_cast<int>(view.columns()),
-                  static_cast<cudaStream_t>(stream)),
+  check(fill_zero(rows, static_cast<int>(size_of(view.dtype)), view.batch(), view.rows(), view.heads(),
+                  static_cast<int>(view.columns()), static_cast<cudaStream_t>(stream)),
         "zeroing a tensor");
 }
 

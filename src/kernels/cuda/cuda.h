@@ -16,9 +16,9 @@ std::span<const Kernel* const> kernels();
 
 struct DeviceFacts {
   std::string name;
-  int compute = 0;          // 90 for compute capability 9.0
+  int compute = 0;  // 90 for compute capability 9.0
   int multiprocessors = 0;
-  int shared_bytes = 0;     // most that one block may use
+  int shared_bytes = 0;  // most that one block may use
   std::size_t memory_bytes = 0;
 };
 

@@ -23,8 +23,9 @@ inline void check(cudaError_t status, const char* what) {
     case cudaErrorAssert:
     case cudaErrorHardwareStackError:
     case cudaErrorECCUncorrectable:
-      throw CudaError(fmt::format("earlier work on this GPU failed ({}: {}), so the process can no longer use it; found before: {}",
-                                  cudaGetErrorName(status), cudaGetErrorString(status), what));
+      throw CudaError(
+          fmt::format("earlier work on this GPU failed ({}: {}), so the process can no longer use it; found before: {}",
+                      cudaGetErrorName(status), cudaGetErrorString(status), what));
     default:
       throw CudaError(fmt::format("{}: {} ({})", what, cudaGetErrorString(status), cudaGetErrorName(status)));
   }

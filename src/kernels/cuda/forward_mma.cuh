@@ -1,9 +1,9 @@
 // Forward on matrix units: one block per tile of query rows of one strand.
 //   shared   Q [rows][columns], K and V [keys][columns], 16-bit, swizzled; V loads under Q K^T, the next K under P V
-//   a warp   16 * kRowTiles query rows; scores and probabilities stay in registers: the accumulator of Q K^T is, packed,
+//   a warp   16 * kRowTiles query rows; scores and probabilities stay in registers: what Q K^T leaves there is, packed,
 //            the A operand of P V
-//   several branches on one row: the softmax state of the row (maximum, sum, unscaled output) is put down in float32 and
-//            taken up again by the next branch that covers it, in branch order, so the sum is the one the definition has
+//   merging  where several branches cover a row, its softmax state (maximum, sum, unscaled output) is put down in
+//            float32 and taken up by the next branch that covers it, in branch order: one sum, as defined
 #pragma once
 
 #include "kernels/cuda/tile.cuh"
@@ -11,7 +11,8 @@
 
 namespace longspan::cuda {
 
-/// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, fewer columns than kColumns, scales that are not positive.
+/// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, scales that are not positive. Head dims between those
+/// instantiated run with columns of zeros.
 template <class T, int kColumnsValue, bool kFeaturesValue>
 struct ForwardShape {
   using Element = T;
@@ -22,12 +23,6 @@ struct ForwardShape {
   static constexpr int kRows = 16 * kRowTiles * kWarps;
   static constexpr int kKeys = kColumns == 64 && !kFeatures ? 128 : 64;
   static constexpr int kSharedBytes = (kRows + 2 * kKeys) * kColumns * 2;
-};
-
-/// One (query row, branch): what masks and biases need to know.
-struct QueryRow {
-  int own;       // its row in the strand
-  int position;  // in the sequence
 };
 
 template <class Shape>
@@ -172,8 +167,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
   // With features a key's row may be masked or lie in a piece; without, rows are an arithmetic progression.
   const auto load_keys = [&](std::uint32_t tile, bool values, int first) {
     if constexpr (!kFeatures) {
-      load_rows<kColumns, kKeys, kThreads, false>(tile, values ? v_base : k_base, values ? v_step : k_step, first, strand.count,
-                                                  kColumns, true);
+      load_rows<kColumns, kKeys, kThreads, false>(tile, values ? v_base : k_base, values ? v_step : k_step, first,
+                                                  strand.count, a.columns, true);
     } else {
       constexpr int kChunks = kColumns / 8, kStep = kThreads / kChunks;
       const int chunk = threadIdx.x % kChunks;
@@ -188,13 +183,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
           k_row = v_row = a.q.data;
         }
         if (!values && chunk == 0) allowed[first / kKeys & 1][row] = valid;
-        load_chunk<true>(tile + chunk_offset<kColumns>(row, chunk), values ? v_row : k_row, chunk, valid, a.columns, a.aligned);
+        load_chunk<true>(tile + chunk_offset<kColumns>(row, chunk), values ? v_row : k_row, chunk, valid, a.columns,
+                         a.aligned);
       }
     }
     copy_commit();
   };
 
-  load_rows<kColumns, kRows, kThreads, kFeatures>(q_tile, q_base, a.q.row * strand.stride * 2, 0, rows, a.columns, a.aligned);
+  load_rows<kColumns, kRows, kThreads, kFeatures>(q_tile, q_base, a.q.row * strand.stride * 2, 0, rows, a.columns,
+                                                  a.aligned);
   load_keys(k_tile, false, 0);
 
   ForwardTile<Shape> tile;
@@ -274,7 +271,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int own = first_query + thread_row + 16 * m + (i / 2) * 8, key = first + n * 8 + (lane % 4) * 2 + i % 2;
+            const int own = first_query + thread_row + 16 * m + (i / 2) * 8,
+                      key = first + n * 8 + (lane % 4) * 2 + i % 2;
             if (key >= strand.count || (a.causal && key > own)) tile.scores[m][n][i] = -LONGSPAN_INFINITY;
           }
     }
@@ -324,8 +322,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
         sum += static_cast<float>(padding) * fast_exp2(-tile.largest[m][half]);
       }
       const int row = thread_row + 16 * m + 8 * half;
-      const bool unfinished = a.merges && row < rows &&
-                              a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count);
+      const bool unfinished =
+          a.merges && row < rows && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count);
       if (unfinished) {
         const std::int64_t packed = packed_of(row);
         if (lane % 4 == 0) {
@@ -340,14 +338,17 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
                  make_float2(tile.out[m][n][2 * half], tile.out[m][n][2 * half + 1]));
         }
       } else if (a.lse && row < rows && lane % 4 == 0) {
-        const std::int64_t target = a.lse_offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
-        a.lse[target] = sum == 0.0f ? -LONGSPAN_INFINITY : fmaf(ForwardTile<Shape>::base_of(tile.largest[m][half]), kLn2, logf(sum));
+        const std::int64_t target =
+            a.lse_offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
+        a.lse[target] = sum == 0.0f ? -LONGSPAN_INFINITY
+                                    : fmaf(ForwardTile<Shape>::base_of(tile.largest[m][half]), kLn2, logf(sum));
       }
       const float factor = sum == 0.0f ? 0.0f : a.output_scale / sum;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
         const std::uint32_t packed = pack<T>(tile.out[m][n][2 * half] * factor, tile.out[m][n][2 * half + 1] * factor);
-        asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(q_tile + chunk_offset<kColumns>(row, n) + (lane % 4) * 4), "r"(packed)
+        asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(q_tile + chunk_offset<kColumns>(row, n) + (lane % 4) * 4),
+                     "r"(packed)
                      : "memory");
       }
     }
@@ -361,7 +362,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
     if (a.merges && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count)) continue;
     const uint4 value = *reinterpret_cast<const uint4*>(shared + chunk_offset<kColumns>(row, chunk));
     T* const target = reinterpret_cast<T*>(a.out.data) +
-                      a.out.offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head) + chunk * 8;
+                      a.out.offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head) +
+                      chunk * 8;
     if (!kFeatures || a.aligned) {
       *reinterpret_cast<uint4*>(target) = value;
     } else {

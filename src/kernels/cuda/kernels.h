@@ -28,7 +28,7 @@ cudaError_t forward_simt(const Launch& launch, DType dtype, cudaStream_t stream)
 cudaError_t backward_simt(const Launch& launch, DType dtype, cudaStream_t stream);
 
 /// Zeroes a strided tensor.
-cudaError_t fill_zero(const Rows& rows, int element_bytes, std::int64_t batch, std::int64_t row_count, std::int64_t heads,
-                      int columns, cudaStream_t stream);
+cudaError_t fill_zero(const Rows& rows, int element_bytes, std::int64_t batch, std::int64_t row_count,
+                      std::int64_t heads, int columns, cudaStream_t stream);
 
 }  // namespace longspan::cuda

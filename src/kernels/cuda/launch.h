@@ -1,5 +1,5 @@
-// What a CUDA kernel is told: tensors, branches and work, by value in the launch's parameters (under 4 KB, so nothing is
-// uploaded). A flat item index becomes (branch, range, entry, head, segment, tile) by arithmetic.
+// What a CUDA kernel is told: tensors, branches and work, by value in the launch's parameters (under 4 KB, so nothing
+// is uploaded). A flat item index becomes (branch, range, entry, head, segment, tile) by arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -132,7 +132,8 @@ struct Launch {
   }
   LONGSPAN_DEVICE bool covered(int head, int position, int length_of_entry, int first_branch, int last_branch) const {
     for (int b = first_branch; b < last_branch; ++b) {
-      if (branches[b].owns(head) && branches[b].active(length_of_entry) && branches[b].covers(head, position)) return true;
+      if (branches[b].owns(head) && branches[b].active(length_of_entry) && branches[b].covers(head, position))
+        return true;
     }
     return false;
   }

@@ -5,16 +5,19 @@
 namespace longspan::cuda {
 namespace {
 
-constexpr const char* kLeftOut = "was left out of this build: configure with -DLONGSPAN_CUDA=ON where nvcc 12.4 or newer is";
+constexpr const char* kLeftOut =
+    "was left out of this build: configure with -DLONGSPAN_CUDA=ON where nvcc 12.4 or newer is";
 
 Verdict can_run(const Plan& plan, Pass) {
-  if (plan.problem().device.type != DeviceType::cuda) return no("runs on GPUs, tensors are on {}", to_string(plan.problem().device));
+  if (plan.problem().device.type != DeviceType::cuda)
+    return no("runs on GPUs, tensors are on {}", to_string(plan.problem().device));
   return no("{}", kLeftOut);
 }
 
-const Kernel kAbsent = {"cuda", can_run, [](const Plan&, Pass, int) { return std::size_t{0}; },
-                        [](const ForwardArguments&) { throw Unsupported(std::string("the CUDA engine ") + kLeftOut); },
-                        [](const BackwardArguments&) { throw Unsupported(std::string("the CUDA engine ") + kLeftOut); }};
+const Kernel kAbsent = {
+    "cuda", can_run, [](const Plan&, Pass, int) { return std::size_t{0}; },
+    [](const ForwardArguments&) { throw Unsupported(std::string("the CUDA engine ") + kLeftOut); },
+    [](const BackwardArguments&) { throw Unsupported(std::string("the CUDA engine ") + kLeftOut); }};
 const Kernel* const kList[] = {&kAbsent};
 
 }  // namespace

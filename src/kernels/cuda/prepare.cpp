@@ -17,7 +17,8 @@ int clamp(std::int64_t value) { return static_cast<int>(std::min(value, kMost));
 
 template <class View>
 Rows rows_of(const View& view) {
-  return {static_cast<char*>(const_cast<void*>(static_cast<const void*>(view.data))), view.strides[0], view.strides[1], view.strides[2]};
+  return {static_cast<char*>(const_cast<void*>(static_cast<const void*>(view.data))), view.strides[0], view.strides[1],
+          view.strides[2]};
 }
 
 bool aligned(const ConstTensorView& view) {
@@ -50,8 +51,10 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
     if (call.lengths.device.type == DeviceType::cpu) {
       const std::size_t element = static_cast<std::size_t>(size_of(call.lengths.dtype));
       void* const copy = a.workspace + space.lengths;
-      check(cudaMemcpy2DAsync(copy, element, call.lengths.data, static_cast<std::size_t>(call.lengths.strides[0]) * element, element,
-                              static_cast<std::size_t>(problem.batch), cudaMemcpyHostToDevice, static_cast<cudaStream_t>(call.stream)),
+      check(cudaMemcpy2DAsync(copy, element, call.lengths.data,
+                              static_cast<std::size_t>(call.lengths.strides[0]) * element, element,
+                              static_cast<std::size_t>(problem.batch), cudaMemcpyHostToDevice,
+                              static_cast<cudaStream_t>(call.stream)),
             "copying lengths to the GPU (inside a captured graph they must be there already)");
       launch.lengths = copy;
       launch.lengths_batch = 1;
@@ -85,23 +88,25 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
   launch.aligned = problem.alignment >= 16;
   launch.fill = !covers_everything(plan) || problem.has_lengths;
   for (const BranchPlan& branch : plan.branches()) {
-    launch.branches[launch.branch_count++] = {clamp(branch.segment), clamp(branch.dilation), clamp(branch.head_begin),
-                                              clamp(branch.head_count), clamp(branch.fixed_phase), clamp(branch.phase_divisor),
-                                              branch.skip_if_longer, branch.pad_keys};
+    launch.branches[launch.branch_count++] = {
+        clamp(branch.segment),     clamp(branch.dilation),      clamp(branch.head_begin), clamp(branch.head_count),
+        clamp(branch.fixed_phase), clamp(branch.phase_divisor), branch.skip_if_longer,    branch.pad_keys};
   }
   if (call.pieces.size() > kMaxPieces) {
     throw Unsupported(fmt::format("{} pieces on {}: up to {} run there; join adjacent ones", call.pieces.size(),
                                   to_string(problem.device), kMaxPieces));
   }
   for (const KeyPiece& piece : call.pieces) {
-    launch.pieces[launch.piece_count++] = {rows_of(piece.k), rows_of(piece.v), clamp(piece.first), clamp(piece.step), clamp(piece.k.rows())};
+    launch.pieces[launch.piece_count++] = {rows_of(piece.k), rows_of(piece.v), clamp(piece.first), clamp(piece.step),
+                                           clamp(piece.k.rows())};
     launch.aligned = launch.aligned && aligned(piece.k) && aligned(piece.v);
   }
   return launch;
 }
 
 /// Tables of one launch: items branch by branch (so that merging finds earlier branches started), then uncovered rows.
-void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges, std::int64_t first_row, Tiling tiling) {
+void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges, std::int64_t first_row,
+              Tiling tiling) {
   launch.range_count = launch.work_count = 0;
   launch.items = 0;
   for (const RowRange& range : ranges) {
@@ -127,7 +132,8 @@ void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges
       if (range.count == 0) continue;
       const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
       const std::int64_t rows = tiling.by_keys ? longest : std::min(longest, ceil_divide(range.count, branch.dilation));
-      add({0, b, r, branch.head_begin, branch.head_count, first, last - first + 1, clamp(ceil_divide(rows, tiling.rows)), finished[r]});
+      add({0, b, r, branch.head_begin, branch.head_count, first, last - first + 1,
+           clamp(ceil_divide(rows, tiling.rows)), finished[r]});
     }
   }
   if (launch.fill && !tiling.by_keys) {
@@ -137,8 +143,8 @@ void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges
     }
   }
   if (launch.items > kMost) {
-    throw Unsupported(fmt::format("{} work items on {}: up to {} run in one launch; pass query_ranges in several calls", launch.items,
-                                  to_string(plan.problem().device), kMost));
+    throw Unsupported(fmt::format("{} work items on {}: up to {} run in one launch; pass query_ranges in several calls",
+                                  launch.items, to_string(plan.problem().device), kMost));
   }
 }
 
@@ -161,7 +167,9 @@ std::size_t ranges_per_launch(const Plan& plan) {
 }
 
 bool covers_everything(const Plan& plan) {
-  const auto dense = [&](const BranchPlan& branch) { return branch.dilation == 1 && branch.active(plan.problem().tokens); };
+  const auto dense = [&](const BranchPlan& branch) {
+    return branch.dilation == 1 && branch.active(plan.problem().tokens);
+  };
   const auto& branches = plan.branches();
   if (plan.merges_branches()) return std::any_of(branches.begin(), branches.end(), dense);
   return std::all_of(branches.begin(), branches.end(), dense);
@@ -185,7 +193,8 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix) {
   const std::size_t batch = static_cast<std::size_t>(problem.batch), heads = static_cast<std::size_t>(problem.heads);
   const std::size_t columns = static_cast<std::size_t>(problem.head_dim) * sizeof(float);
   const std::size_t queries = batch * heads * static_cast<std::size_t>(problem.query_rows);
-  const std::size_t keys = batch * static_cast<std::size_t>(problem.kv_heads) * static_cast<std::size_t>(problem.tokens);
+  const std::size_t keys =
+      batch * static_cast<std::size_t>(problem.kv_heads) * static_cast<std::size_t>(problem.tokens);
   if (problem.has_lengths) take(space.lengths, batch * sizeof(std::int64_t));
   if (pass == Pass::forward) {
     if (!matrix || !plan.merges_branches()) return space;
@@ -219,7 +228,8 @@ void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, cons
     if (part.merges) {
       part.ticket = reinterpret_cast<unsigned*>(a.workspace + space.counters);
       part.finished = part.ticket + 1;
-      check(cudaMemsetAsync(part.ticket, 0, space.counters_bytes, static_cast<cudaStream_t>(a.call.stream)), "clearing counters");
+      check(cudaMemsetAsync(part.ticket, 0, space.counters_bytes, static_cast<cudaStream_t>(a.call.stream)),
+            "clearing counters");
     }
     run(part);
   });
@@ -234,7 +244,8 @@ void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, con
   launch.dv = rows_of(a.dv);
   if (a.call.dlse.given()) {
     launch.dlse = static_cast<const float*>(a.call.dlse.data);
-    launch.dlse_batch = a.call.dlse.strides[0], launch.dlse_row = a.call.dlse.strides[1], launch.dlse_head = a.call.dlse.strides[2];
+    launch.dlse_batch = a.call.dlse.strides[0], launch.dlse_row = a.call.dlse.strides[1],
+    launch.dlse_head = a.call.dlse.strides[2];
   }
   launch.delta = reinterpret_cast<float*>(a.workspace + space.delta);
   if (matrix) {

@@ -10,19 +10,20 @@ namespace longspan::cuda {
 
 /// How a kernel cuts its work.
 struct Tiling {
-  int rows = 0;        // of one item: query rows forward, keys backward; 0 for kernels without items
+  int rows = 0;  // of one item: query rows forward, keys backward; 0 for kernels without items
   bool by_keys = false;
 };
 
 struct Workspace {
-  std::size_t lengths = 0, counters = 0, counters_bytes = 0, state_sums = 0, state = 0, delta = 0, dq = 0, dk = 0, dv = 0, total = 0;
+  std::size_t lengths = 0, counters = 0, counters_bytes = 0, state_sums = 0, state = 0, delta = 0, dq = 0, dk = 0,
+              dv = 0, total = 0;
 };
 
 /// Offsets of everything a call may need. `matrix`: the matrix-unit kernels, which add up across items.
 Workspace layout(const Plan& plan, Pass pass, bool matrix);
 
-/// Whether a backward call has accumulators for dk and dv if it needs them. Plans do not know how many ranges a call has:
-/// as many query rows as tokens are taken for the whole sequence, which a list of ranges may contradict.
+/// Whether a backward call has accumulators for dk and dv if it needs them. Plans do not know how many ranges a call
+/// has: as many query rows as tokens are taken for the whole sequence, which a list of ranges may contradict.
 bool has_key_sums(const BackwardArguments& arguments);
 
 /// Whether several items add to one row of dk: grouped queries, branches that share rows, several ranges.
@@ -32,8 +33,10 @@ bool sums_keys(const Plan& plan, std::size_t ranges);
 bool covers_everything(const Plan& plan);
 
 /// Calls run(launch) once, or, for more query ranges than one launch holds, once for each part of them.
-void for_each_launch(const ForwardArguments& arguments, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run);
-void for_each_launch(const BackwardArguments& arguments, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run);
+void for_each_launch(const ForwardArguments& arguments, Tiling tiling, bool matrix,
+                     const std::function<void(Launch&)>& run);
+void for_each_launch(const BackwardArguments& arguments, Tiling tiling, bool matrix,
+                     const std::function<void(Launch&)>& run);
 
 /// Ranges one launch holds.
 std::size_t ranges_per_launch(const Plan& plan);

@@ -1,6 +1,7 @@
 // Attention on CUDA cores, float32 throughout: one warp per row, 32 keys at a time. Exact for float32 storage, every
 // option, and the same bits on every run: no sum is shared between warps.
-//   scores    a lane has one key (or, for dk and dv, one query) and reads that row; the warp's own row is in shared memory
+//   scores    a lane has one key (or, for dk and dv, one query) and reads its row; the warp's own row is in shared
+//             memory
 //   sums      a lane has columns lane, lane + 32, ...; rows are read together, coalesced
 #pragma once
 
@@ -54,7 +55,8 @@ __device__ __forceinline__ void load_shared(float* target, const T* row, int col
 
 /// sums += weight * row, the row read by the whole warp.
 template <class T>
-__device__ __forceinline__ void add_weighted(float (&sums)[kPerLane], float weight, const T* row, int columns, int lane) {
+__device__ __forceinline__ void add_weighted(float (&sums)[kPerLane], float weight, const T* row, int columns,
+                                             int lane) {
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     if (lane + i * kLanes < columns) sums[i] = fmaf(weight, as_float(row[lane + i * kLanes]), sums[i]);
@@ -82,7 +84,8 @@ struct SimtRow {
 
 __device__ __forceinline__ bool find_row(const Launch& a, int b, int head, int position, int length, SimtRow& found) {
   const DeviceBranch& branch = a.branches[b];
-  if (!branch.owns(head) || position >= length || !branch.active(length) || !branch.covers(head, position)) return false;
+  if (!branch.owns(head) || position >= length || !branch.active(length) || !branch.covers(head, position))
+    return false;
   found.strand = branch.strand(head, position / branch.segment, length);
   found.own = (position - found.strand.start) / found.strand.stride;
   found.end = a.causal ? found.own + 1 : found.strand.count;
@@ -94,7 +97,8 @@ __device__ __forceinline__ bool find_row(const Launch& a, int b, int head, int p
 struct SimtCall {
   const Launch& a;
   DropoutRule dropout;
-  __device__ explicit SimtCall(const Launch& launch) : a(launch), dropout(0.0, launch.seed_pointer ? *launch.seed_pointer : launch.seed) {
+  __device__ explicit SimtCall(const Launch& launch)
+      : a(launch), dropout(0.0, launch.seed_pointer ? *launch.seed_pointer : launch.seed) {
     dropout.threshold = launch.drop_threshold;
   }
   __device__ float bias(int head, int position, int key) const {
@@ -120,7 +124,8 @@ struct SimtCall {
 
 /// Calls body(key_index, attended, k_row, v_row) with a key per lane, for the keys of a row in one branch.
 template <class T, class Body>
-__device__ __forceinline__ void for_each_keys(const SimtCall& call, int entry, int kv_head, const SimtRow& row, int lane, Body&& body) {
+__device__ __forceinline__ void for_each_keys(const SimtCall& call, int entry, int kv_head, const SimtRow& row,
+                                              int lane, Body&& body) {
   for (int first = 0; first < row.end; first += kLanes) {
     const int key = first + lane, position = row.strand.start + key * row.strand.stride;
     bool attended = key < row.end && call.a.allowed(entry, position);
@@ -133,7 +138,8 @@ __device__ __forceinline__ void for_each_keys(const SimtCall& call, int entry, i
 }
 
 template <class T>
-__global__ void __launch_bounds__(kSimtWarps* kLanes) simt_forward(const __grid_constant__ Launch a, std::int64_t rows) {
+__global__ void __launch_bounds__(kSimtWarps* kLanes)
+    simt_forward(const __grid_constant__ Launch a, std::int64_t rows) {
   __shared__ float own_rows[kSimtWarps][kMaxColumns];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kSimtWarps + warp;
@@ -162,19 +168,21 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_forward(const __grid_
   SimtRow found;
   for (int b = 0; b < a.branch_count; ++b) {
     if (!find_row(a, b, head, position, length, found)) continue;
-    for_each_keys<T>(call, entry, kv_head, found, lane,
-                     [&](int key, int key_position, bool attended, unsigned any, const T* k_row, const T* v_row) {
-                       float score = -LONGSPAN_INFINITY;
-                       if (attended) score = a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
-                       raise(warp_max(score));
-                       float weight = attended ? expf(score - base()) : 0.0f;
-                       sum += warp_sum(weight);
-                       weight *= call.factor(b, entry, head, position, key);
-                       for (unsigned left = any; left; left &= left - 1) {
-                         const int source = __ffs(left) - 1;
-                         add_weighted(out, __shfl_sync(~0u, weight, source), pointer_of_lane(v_row, source), a.columns, lane);
-                       }
-                     });
+    for_each_keys<T>(
+        call, entry, kv_head, found, lane,
+        [&](int key, int key_position, bool attended, unsigned any, const T* k_row, const T* v_row) {
+          float score = -LONGSPAN_INFINITY;
+          if (attended)
+            score = a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
+          raise(warp_max(score));
+          float weight = attended ? expf(score - base()) : 0.0f;
+          sum += warp_sum(weight);
+          weight *= call.factor(b, entry, head, position, key);
+          for (unsigned left = any; left; left &= left - 1) {
+            const int source = __ffs(left) - 1;
+            add_weighted(out, __shfl_sync(~0u, weight, source), pointer_of_lane(v_row, source), a.columns, lane);
+          }
+        });
     if (found.padding > 0) {
       raise(fmaxf(largest, 0.0f));
       sum += static_cast<float>(found.padding) * expf(-base());
@@ -187,7 +195,8 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_forward(const __grid_
 
 /// dq of each query row, and delta (one, or one per branch with detached_mix) for the pass over keys.
 template <class T>
-__global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_queries(const __grid_constant__ Launch a, std::int64_t rows) {
+__global__ void __launch_bounds__(kSimtWarps* kLanes)
+    simt_backward_queries(const __grid_constant__ Launch a, std::int64_t rows) {
   __shared__ float own_rows[kSimtWarps][2][kMaxColumns];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kSimtWarps + warp;
@@ -204,7 +213,8 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_queries(cons
   __syncwarp();
   const T* const out = row_of<T>(a.out, entry, row, head);
   float delta = 0.0f;
-  for (int column = lane; column < a.columns; column += kLanes) delta = fmaf(dout[column], as_float(out[column]), delta);
+  for (int column = lane; column < a.columns; column += kLanes)
+    delta = fmaf(dout[column], as_float(out[column]), delta);
   delta = warp_sum(delta);
   if (a.dlse) delta -= a.dlse[entry * a.dlse_batch + row * a.dlse_row + head * a.dlse_head];
   const float lse = a.lse[a.lse_offset(entry, row, head)];
@@ -218,20 +228,21 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_queries(cons
     if (a.detached) {
       // The branch's own softmax, streamed: sum of weights and of weight * (dO . v).
       float largest = -LONGSPAN_INFINITY, sum = 0.0f, product = 0.0f;
-      for_each_keys<T>(call, entry, kv_head, found, lane,
-                       [&](int key, int key_position, bool attended, unsigned, const T* k_row, const T* v_row) {
-                         float score = -LONGSPAN_INFINITY, weighted = 0.0f;
-                         if (attended) {
-                           score = a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
-                           weighted = call.factor(b, entry, head, position, key) * dot_row(dout, v_row, a.columns, a.aligned);
-                         }
-                         const float highest = fmaxf(largest, warp_max(score));
-                         const float correction = expf(largest - (highest == -LONGSPAN_INFINITY ? 0.0f : highest));
-                         largest = highest;
-                         const float weight = attended ? expf(score - largest) : 0.0f;
-                         sum = sum * correction + warp_sum(weight);
-                         product = product * correction + warp_sum(weight * weighted);
-                       });
+      for_each_keys<T>(
+          call, entry, kv_head, found, lane,
+          [&](int key, int key_position, bool attended, unsigned, const T* k_row, const T* v_row) {
+            float score = -LONGSPAN_INFINITY, weighted = 0.0f;
+            if (attended) {
+              score = a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
+              weighted = call.factor(b, entry, head, position, key) * dot_row(dout, v_row, a.columns, a.aligned);
+            }
+            const float highest = fmaxf(largest, warp_max(score));
+            const float correction = expf(largest - (highest == -LONGSPAN_INFINITY ? 0.0f : highest));
+            largest = highest;
+            const float weight = attended ? expf(score - largest) : 0.0f;
+            sum = sum * correction + warp_sum(weight);
+            product = product * correction + warp_sum(weight * weighted);
+          });
       if (found.padding > 0) {
         const float highest = fmaxf(largest, 0.0f), correction = expf(largest - highest);
         sum = sum * correction + static_cast<float>(found.padding) * expf(-highest);
@@ -240,19 +251,21 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_queries(cons
       delta = sum == 0.0f ? 0.0f : a.output_scale * product / sum;
       if (lane == 0) deltas[b] = delta;
     }
-    for_each_keys<T>(call, entry, kv_head, found, lane,
-                     [&](int key, int key_position, bool attended, unsigned any, const T* k_row, const T* v_row) {
-                       float dscore = 0.0f;
-                       if (attended) {
-                         const float score = a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
-                         const float dweight = a.output_scale * dot_row(dout, v_row, a.columns, a.aligned);
-                         dscore = expf(score - lse) * (call.factor(b, entry, head, position, key) * dweight - delta);
-                       }
-                       for (unsigned left = any; left; left &= left - 1) {
-                         const int source = __ffs(left) - 1;
-                         add_weighted(dq, __shfl_sync(~0u, dscore, source), pointer_of_lane(k_row, source), a.columns, lane);
-                       }
-                     });
+    for_each_keys<T>(
+        call, entry, kv_head, found, lane,
+        [&](int key, int key_position, bool attended, unsigned any, const T* k_row, const T* v_row) {
+          float dscore = 0.0f;
+          if (attended) {
+            const float score =
+                a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
+            const float dweight = a.output_scale * dot_row(dout, v_row, a.columns, a.aligned);
+            dscore = expf(score - lse) * (call.factor(b, entry, head, position, key) * dweight - delta);
+          }
+          for (unsigned left = any; left; left &= left - 1) {
+            const int source = __ffs(left) - 1;
+            add_weighted(dq, __shfl_sync(~0u, dscore, source), pointer_of_lane(k_row, source), a.columns, lane);
+          }
+        });
   }
   store_row(reinterpret_cast<T*>(a.dq.data) + a.dq.offset(entry, row, head), dq, a.scale, a.columns, lane);
 }
@@ -296,7 +309,8 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
                 const int position = found.strand.start + (queries.begin + local) * found.strand.stride;
                 const float score = a.scale * dot_row(k, q_row, a.columns, a.aligned) - call.bias(head, position, key);
                 const float probability = expf(score - lse), factor = call.factor(b, entry, head, position, found.own);
-                const float delta = a.delta[a.packed_row(entry, row, head) * (a.detached ? a.branch_count : 1) + (a.detached ? b : 0)];
+                const float delta =
+                    a.delta[a.packed_row(entry, row, head) * (a.detached ? a.branch_count : 1) + (a.detached ? b : 0)];
                 weight = probability * factor;
                 dscore = probability * (factor * a.output_scale * dot_row(v, do_row, a.columns, a.aligned) - delta);
               }

@@ -9,14 +9,16 @@
 namespace longspan::cuda {
 
 template <auto kKernel, class... Arguments>
-cudaError_t start(std::int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+cudaError_t start(std::int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                  const Arguments&... arguments) {
   static std::atomic<std::uint64_t> prepared{0};  // one bit per device
   if (shared_bytes > 0) {
     int device = 0;
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
     const std::uint64_t bit = std::uint64_t{1} << (device % 64);
     if (!(prepared.load(std::memory_order_acquire) & bit)) {
-      const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      const cudaError_t error =
+          cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
       if (error != cudaSuccess) return error;
       prepared.fetch_or(bit, std::memory_order_release);
     }

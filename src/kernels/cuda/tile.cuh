@@ -15,11 +15,13 @@ __device__ __forceinline__ std::uint32_t chunk_offset(int row, int chunk) {
   return static_cast<std::uint32_t>(row * (kColumns * 2) + ((chunk ^ (row & 7)) << 4));
 }
 
-/// 16 bytes of a row, wherever the row lies: asynchronous if aligned, by elements otherwise. Columns past the last are 0.
+/// 16 bytes of a row, wherever the row lies: asynchronous if aligned, by elements otherwise. Columns past the last are
+/// 0.
 template <bool kFeatures>
-__device__ __forceinline__ void load_chunk(std::uint32_t target, const char* row, int chunk, bool valid, int columns, bool aligned) {
+__device__ __forceinline__ void load_chunk(std::uint32_t target, const char* row, int chunk, bool valid, int columns,
+                                           bool aligned) {
+  valid = valid && chunk * 8 < columns;
   if constexpr (kFeatures) {
-    valid = valid && chunk * 8 < columns;
     if (!aligned) {
       std::uint32_t words[4] = {0, 0, 0, 0};
       if (valid) {
@@ -36,10 +38,11 @@ __device__ __forceinline__ void load_chunk(std::uint32_t target, const char* row
   copy_async(target, valid ? row + chunk * 16 : row, valid);
 }
 
-/// Rows first .. first + kRows - 1 of an arithmetic progression: address base + index * step bytes; zeros from `count` on.
+/// Rows first .. first + kRows - 1 of an arithmetic progression: address base + index * step bytes; zeros from `count`
+/// on.
 template <int kColumns, int kRows, int kThreads, bool kFeatures>
-__device__ __forceinline__ void load_rows(std::uint32_t target, const char* base, std::int64_t step, int first, int count,
-                                          int columns, bool aligned) {
+__device__ __forceinline__ void load_rows(std::uint32_t target, const char* base, std::int64_t step, int first,
+                                          int count, int columns, bool aligned) {
   constexpr int kChunks = kColumns / 8, kStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
   const int chunk = threadIdx.x % kChunks, begin = threadIdx.x / kChunks;
@@ -58,13 +61,15 @@ __device__ __forceinline__ void load_a(Fragment& f, std::uint32_t tile, int row,
   const int lane = threadIdx.x % kWarpThreads;
   load_fragment(f, tile + chunk_offset<kColumns>(row + (lane & 15), step * 2 + (lane >> 4)));
 }
-/// The B operand from rows that are its columns (the tile holds B transposed): f[0..1] for rows row .., f[2..3] for row + 8 ..
+/// The B operand from rows that are its columns (the tile holds B transposed): f[0..1] for rows row .., f[2..3] for row
+/// + 8 ..
 template <int kColumns>
 __device__ __forceinline__ void load_b_transposed(Fragment& f, std::uint32_t tile, int row, int step) {
   const int lane = threadIdx.x % kWarpThreads;
   load_fragment(f, tile + chunk_offset<kColumns>(row + (lane & 7) + ((lane >> 4) << 3), step * 2 + ((lane >> 3) & 1)));
 }
-/// The B operand from rows that are its rows: k = row .. row + 15, f[0..1] for columns 16 * block .., f[2..3] for the next 8.
+/// The B operand from rows that are its rows: k = row .. row + 15, f[0..1] for columns 16 * block .., f[2..3] for the
+/// next 8.
 template <int kColumns>
 __device__ __forceinline__ void load_b(Fragment& f, std::uint32_t tile, int row, int block) {
   const int lane = threadIdx.x % kWarpThreads;
@@ -74,7 +79,8 @@ __device__ __forceinline__ void load_b(Fragment& f, std::uint32_t tile, int row,
 template <int kColumns>
 __device__ __forceinline__ void load_a_transposed(Fragment& f, std::uint32_t tile, int row, int block) {
   const int lane = threadIdx.x % kWarpThreads;
-  load_fragment_transposed(f, tile + chunk_offset<kColumns>(row + (lane & 7) + ((lane >> 4) << 3), block * 2 + ((lane >> 3) & 1)));
+  load_fragment_transposed(
+      f, tile + chunk_offset<kColumns>(row + (lane & 7) + ((lane >> 4) << 3), block * 2 + ((lane >> 3) & 1)));
 }
 
 /// The item of this block. Items that wait for others are handed out in order, so that what they wait for has started.

@@ -37,12 +37,7 @@ def _is_target(module_name: str) -> bool:
     return module_name == _MODULE_TAIL or module_name.endswith("." + _MODULE_TAIL)
 
 
-@functools.lru_cache(maxsize=64)
-def _pattern(segments: tuple[int, ...], dilations: tuple[int, ...]) -> str:
-    return str(Pattern.longnet(list(segments), list(dilations), phase="torchscale").with_pad_keys())
-
-
-def _whole_numbers(name: str, value: Any) -> tuple[int, ...]:
+def _whole_numbers(name: str, value: Any) -> list[int]:
     """A list of the configuration; torchscale keeps it as text in some versions."""
     if isinstance(value, str):
         try:
@@ -53,13 +48,27 @@ def _whole_numbers(name: str, value: Any) -> tuple[int, ...]:
         value = (value,)
     if not value:
         raise InvalidArgument(f"args.{name} is {value!r}: give a list of whole numbers", name)
-    return tuple(int(item) for item in value)
+    return [int(item) for item in value]
 
 
-@torch.compiler.assume_constant_result  # a configuration does not change while a graph is in use
+@functools.lru_cache(maxsize=64)
+def _make_pattern(segments: Any, dilations: Any) -> str:
+    pattern = Pattern.longnet(
+        _whole_numbers("segment_length", segments), _whole_numbers("dilated_ratio", dilations), phase="torchscale"
+    )
+    return str(pattern.with_pad_keys())
+
+
+@torch.compiler.assume_constant_result  # takes and returns plain values, so a graph may hold the answer
+def _pattern(segments: Any, dilations: Any) -> str:
+    return _make_pattern(segments, dilations)
+
+
 def _pattern_of(args: Any) -> str:
+    segments, dilations = args.segment_length, args.dilated_ratio
     return _pattern(
-        _whole_numbers("segment_length", args.segment_length), _whole_numbers("dilated_ratio", args.dilated_ratio)
+        tuple(segments) if isinstance(segments, list) else segments,
+        tuple(dilations) if isinstance(dilations, list) else dilations,
     )
 
 

@@ -244,5 +244,5 @@ def test_square_mask_is_refused_by_dilated_attention():
 
 
 def test_too_few_heads_for_the_groups():
-    with pytest.raises(longspan.InvalidArgument, match="1"):
+    with pytest.raises(longspan.InvalidArgument, match="1 heads for 2 branches"):
         lt.DilatedAttention([8, 16], [1, 2])(*inputs(12, 1))

@@ -172,7 +172,7 @@ def main() -> None:
             for causal in (False, True)
         ],
         "encoder": lambda: [bench_encoder(arguments.tiles, arguments.repeats or 5, arguments.layers)],
-        "overhead": lambda: [bench_overhead(arguments.repeats or 100)],
+        "overhead": lambda: [bench_overhead(arguments.repeats or 1000)],
     }
     for part in arguments.parts or makers:
         results = makers[part]()

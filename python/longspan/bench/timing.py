@@ -29,7 +29,7 @@ def alternate(functions: dict[str, Callable[[], object]], repeats: int) -> dict[
     return {name: {"median": statistics.median(taken), "best": min(taken)} for name, taken in samples.items()}
 
 
-def microseconds(function: Callable[[], object], repeats: int, calls: int = 100) -> float:
+def microseconds(function: Callable[[], object], repeats: int, calls: int = 10) -> float:
     """Best time of one call, for functions too short to time alone."""
     function()
     best = float("inf")

@@ -122,10 +122,7 @@ void check_output_is_no_input(const AttendCommand& command) {
 
 int run(const AttendCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
-  if (choice.device.type != DeviceType::cpu) {
-    throw Unsupported(fmt::format("--device {}: attend runs on the CPU in this version; leave --device out",
-                                  to_string(choice.device)));
-  }
+  require_host(choice.device);
   check_output_is_no_input(command);
   const Input q = read_rows("q", command.q, command, choice);
   const Input k = read_rows("k", command.k, command, choice);

@@ -80,6 +80,7 @@ int run(const BenchCommand& command) {
     }
   }
   ProblemChoice choice = command.problem.resolve();
+  require_host(choice.device);
   if (command.what == "dense") choice.pattern = Pattern::dense();
   if (command.repeats < 1)
     throw InvalidArgument("repeats", fmt::format("--repeats is {}: give at least 1", command.repeats));

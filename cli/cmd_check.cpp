@@ -17,6 +17,7 @@
 #include "longspan/threads.h"
 #include "machine.h"
 #include "problem_options.h"
+#include "tensor.h"
 
 namespace longspan::cli {
 namespace {
@@ -117,10 +118,7 @@ int run(const CheckCommand& command) {
   if (command.first_case && *command.first_case < 0)
     throw InvalidArgument("case", fmt::format("--case is {}: give 0 or more", *command.first_case));
   check_kernel_name(choice.options.kernel);
-  if (choice.device.type != DeviceType::cpu) {
-    throw Unsupported(fmt::format("--device {}: check runs on the CPU in this version; leave --device out",
-                                  to_string(choice.device)));
-  }
+  require_host(choice.device);
   const std::vector<Numbered> cases = choose_cases(command, choice);
 
   std::map<std::pair<std::string, std::string>, Tally> tallies;

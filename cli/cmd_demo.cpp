@@ -151,6 +151,7 @@ std::string repeat_command(const ProblemChoice& choice, const Problem& problem) 
 
 int run(const DemoCommand& command) {
   ProblemChoice choice = command.problem.resolve();
+  require_host(choice.device);
   if (choice.tokens == 0 || choice.batch == 0)
     throw InvalidArgument("tokens", "nothing to show: give at least 1 token and 1 entry");
   const Attention attention(choice.pattern, choice.options);

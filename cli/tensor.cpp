@@ -51,6 +51,12 @@ void require_memory(double bytes) {
   }
 }
 
+void require_host(Device device) {
+  if (device.type == DeviceType::cpu) return;
+  throw Unsupported(fmt::format("--device {}: this command computes on the CPU in this version; leave --device out",
+                                to_string(device)));
+}
+
 Workload::Workload(const Problem& shape, Layout layout, std::uint64_t seed) {
   checked_bytes("q", {shape.batch, shape.tokens, shape.heads, shape.head_dim}, size_of(shape.dtype));
   const double rows = static_cast<double>(shape.batch) * static_cast<double>(shape.tokens);

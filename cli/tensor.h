@@ -39,6 +39,9 @@ class Tensor {
 /// Throws OutOfMemory if `bytes` are more than this machine could ever give; better now than by the kernel's killer.
 void require_memory(double bytes);
 
+/// The commands that compute hold their tensors in host memory; throws Unsupported for any other device.
+void require_host(Device device);
+
 /// Everything one training step touches, with random q, k, v and dout.
 struct Workload {
   Tensor q, k, v, out, lse, dout, dq, dk, dv;

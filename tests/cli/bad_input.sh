@@ -43,7 +43,9 @@ expect 2 "nothing to time" "$longspan" bench dense --tokens 0
 expect 2 "nothing to show" "$longspan" demo --tokens 0
 expect 2 "64 bits|overflow" "$longspan" bench dense --tokens 1T --batch 1T
 expect 3 "fewer tokens" "$longspan" bench dense --tokens 1T
-expect 2 "" "$longspan" demo --device cuda:99 --tokens 64
+for command in "demo" "bench dense" "check" "attend --q a --k a --v a --out b"; do
+  expect 2 "device cuda:3.*CPU" "$longspan" $command --device cuda:3 --tokens 64
+done
 
 # Usage.
 expect 2 "^longspan: " "$longspan"

@@ -100,7 +100,7 @@ int run(const BenchCommand& command) {
   call.dropout_seed = choice.seed;
   std::vector<Timing> timings;
   double peak = 0;
-  std::optional<double> bf16_peak;
+  std::optional<double> tile_peak;
   {
     Progress progress("bench");
     peak = measured_peak_gflops(shape.dtype, num_threads());
@@ -117,7 +117,7 @@ int run(const BenchCommand& command) {
           }));
     }
     peak = std::max(peak, measured_peak_gflops(shape.dtype, num_threads()));  // before and after: clocks move
-    if (shape.dtype == DType::bf16) bf16_peak = measured_bf16_peak_gflops(num_threads());
+    if (shape.dtype == DType::bf16) tile_peak = measured_tile_peak_gflops(num_threads());
   }
   Timing whole;
   for (const Timing& timing : timings) {
@@ -142,9 +142,9 @@ int run(const BenchCommand& command) {
                  {"peak_gflops", peak},
                  {"fraction_of_peak", whole.gflops() / peak},
                  {"extra_bytes", whole.extra_bytes}};
-    if (bf16_peak) {
-      json["bf16_peak_gflops"] = *bf16_peak;
-      json["fraction_of_bf16_peak"] = whole.gflops() / *bf16_peak;
+    if (tile_peak) {
+      json["tile_peak_gflops"] = *tile_peak;
+      json["fraction_of_tile_peak"] = whole.gflops() / *tile_peak;
     }
     json["forward"] = describe_timing(timings[0], peak);
     if (timings.size() > 1) json["backward"] = describe_timing(timings[1], peak);
@@ -155,7 +155,7 @@ int run(const BenchCommand& command) {
         choice.options.causal ? ", causal" : "", with_commas(static_cast<double>(shape.tokens)), shape.batch,
         shape.heads, shape.head_dim, name_of(shape.dtype));
   print("{}, {} threads, FMA peak {:.1f} GFLOP/s{}, measured in this run\n\n", machine_summary(), num_threads(), peak,
-        bf16_peak ? fmt::format(" ({:.0f} on bfloat16 pairs)", *bf16_peak) : "");
+        tile_peak ? fmt::format(" ({:.0f} on AMX tiles)", *tile_peak) : "");
   Table table({{"pass", Align::left},
                {"kernel", Align::left},
                {"median"},

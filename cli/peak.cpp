@@ -126,11 +126,18 @@ FmaFunction widest_fma() {
   return fma_baseline<Element>;
 }
 
-/// The instruction that multiplies pairs of bfloat16 fastest, or null.
-FmaFunction bf16_products() {
+/// Multiply-adds of a vector for a storage type: bfloat16 has its own where the CPU multiplies pairs of them.
+FmaFunction vector_products(DType dtype) {
+#if defined(__x86_64__)
+  if (dtype == DType::bf16 && !cpu::missing_avx512_bf16()) return dot_bf16;
+#endif
+  return dtype == DType::f64 ? widest_fma<double>() : widest_fma<float>();
+}
+
+/// Tiles of bfloat16, or null.
+FmaFunction tile_products() {
 #if defined(__x86_64__)
   if (!cpu::missing_amx()) return tiles_bf16;
-  if (!cpu::missing_avx512_bf16()) return dot_bf16;
 #endif
   return nullptr;
 }
@@ -164,12 +171,10 @@ double measure(FmaFunction function, int threads) {
 
 }  // namespace
 
-double measured_peak_gflops(DType dtype, int threads) {
-  return measure(dtype == DType::f64 ? widest_fma<double>() : widest_fma<float>(), threads);
-}
+double measured_peak_gflops(DType dtype, int threads) { return measure(vector_products(dtype), threads); }
 
-std::optional<double> measured_bf16_peak_gflops(int threads) {
-  const FmaFunction products = bf16_products();
+std::optional<double> measured_tile_peak_gflops(int threads) {
+  const FmaFunction products = tile_products();
   return products ? std::optional(measure(products, threads)) : std::nullopt;
 }
 

@@ -20,16 +20,19 @@ struct alignas(64) TileShapes {
   std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-inline void configure_tiles() {
-  const TileShapes shapes;
-  _tile_loadconfig(&shapes);
-}
+// Static, since GCC's intrinsic names only its first bytes as read: stores to a local one may be dropped.
+constexpr TileShapes kTileShapes;
+inline void configure_tiles() { _tile_loadconfig(&kTileShapes); }
+
+/// GCC's tile loads do not say that they read memory: without this, stores of what they load could move behind them.
+HWY_INLINE void finish_stores() { asm volatile("" ::: "memory"); }
 
 /// c = a b, or c += a b, for kRows x kColumns tiles of c (1 or 2 each); `steps` tiles of inner units.
 template <int kRows, int kColumns, bool kAdd>
 HWY_INLINE void multiply_tiles(const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride, std::int64_t steps, float* c,
                                std::int64_t c_stride) {
   const std::int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, c_bytes = c_stride * 4;
+  finish_stores();
   if constexpr (kAdd) {
     _tile_loadd(0, c, c_bytes);
     if constexpr (kColumns == 2) _tile_loadd(1, c + kTile, c_bytes);
@@ -85,7 +88,7 @@ struct TileForward : PairLayout<kTile> {
   using PairLayout::PairLayout;
   static constexpr int kGroup = 2 * kTile;
   static constexpr int kPanel = 2 * kTile;
-  static constexpr std::int64_t kKeyBlock = 256;
+  static constexpr std::int64_t kKeyBlock = 512;
   static constexpr std::int64_t kScoreStride = kKeyBlock + kTile;  // not a power of two: rows of a tile fall into different sets
   static constexpr std::int64_t kRunMultiple = 2 * kTile;
 

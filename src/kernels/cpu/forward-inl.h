@@ -72,7 +72,7 @@ HWY_INLINE float row_max(const float* scores, std::int64_t limit, float largest)
 template <class Scheme>
 struct ForwardMemory {
   const std::byte **k_rows, **v_rows;
-  float *q, *out, *largest, *sums, *k_panels, *values, *scores, *scratch, *corrections;
+  float *q, *out, *largest, *sums, *k_panels, *values, *scores, *scratch, *corrections, *bases;
   float *bias, *keep, *excluded;
   std::int64_t* limits;
 
@@ -82,16 +82,17 @@ struct ForwardMemory {
     v_rows = carver.take<const std::byte*>(block);
     q = carver.take<float>(padded * scheme.query_stride());
     out = carver.take<float>(padded * scheme.columns);
-    largest = carver.take<float>(padded);
+    largest = carver.take<float>(padded + kLanes);
     sums = carver.take<float>(padded * kLanes);
     limits = carver.take<std::int64_t>(padded);
     k_panels = carver.take<float>(round_up(block, Scheme::kPanel) * scheme.depth);
     values = carver.take<float>(Scheme::value_floats(block, scheme.columns));
     scores = carver.take<float>(Scheme::kGroup * Scheme::kScoreStride);
     scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.depth, kMaxHeadDim));
-    corrections = carver.take<float>(Scheme::kGroup);
+    corrections = carver.take<float>(round_up(Scheme::kGroup, kLanes));
+    bases = carver.take<float>(round_up(Scheme::kGroup, kLanes));
     bias = carver.take<float>(block);
-    keep = carver.take<float>(block);
+    keep = carver.take<float>(Scheme::kGroup * block);
     excluded = carver.take<float>(block);
   }
 };
@@ -197,15 +198,31 @@ class ForwardRun {
     }
     for (int i = 0; i < valid; ++i) {
       float* const scores = m_.scores + i * Scheme::kScoreStride;
-      float factor = scheme_.score_factor;
       if constexpr (Policy::kActive) {
-        factor = 1.0f;
         if (limits[i] > 0) {
-          policy_.fill(rows_.head(group + i), rows_.index(group + i), block, round_up(most, kLanes), chunks[i], m_.bias, m_.keep);
+          policy_.fill(rows_.head(group + i), rows_.index(group + i), block, round_up(most, kLanes), chunks[i], m_.bias, m_.keep + i * Scheme::kKeyBlock);
           for (int run = 0; run < run_count; ++run) add_bias(scores, runs[run], chunks[i]);
         }
       }
-      soften(group + i, i, scores, limits[i], factor, runs, run_count);
+      float largest = -kInfinity;
+      for (int run = 0; run < run_count; ++run) {
+        largest = row_max(scores + runs[run].begin, std::min(limits[i], runs[run].end) - runs[run].begin, largest);
+      }
+      m_.bases[i] = largest;
+    }
+    const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
+    raise(group, factor);
+    for (int i = 0; i < valid; ++i) {
+      float* const scores = m_.scores + i * Scheme::kScoreStride;
+      V sums = hn::Mul(load(m_.sums + (group + i) * kLanes), broadcast(m_.corrections[i]));
+      for (int run = 0; run < run_count; ++run) {
+        // Weights take the place of scores: they are no wider, and written after what they cover was read.
+        const std::int64_t begin = runs[run].begin, keys_of_run = runs[run].end - begin;
+        sums = Scheme::template weights<Policy::kActive>(scores + begin, scores + begin / Scheme::Products::kPerUnit,
+                                                         std::clamp<std::int64_t>(limits[i] - begin, 0, keys_of_run), keys_of_run, factor,
+                                                         m_.bases[i], m_.keep + i * Scheme::kKeyBlock + begin, sums);
+      }
+      store(sums, m_.sums + (group + i) * kLanes);
     }
     const float* corrections = m_.corrections;
     for (int run = 0; run < run_count; ++run) {
@@ -223,26 +240,23 @@ class ForwardRun {
     }
   }
 
-  /// Streaming softmax of one row: scores to weights, new maximum, correction of what was summed before.
-  HWY_INLINE void soften(std::int64_t row, int in_group, float* scores, std::int64_t limit, float factor, const Run* runs, int run_count) {
-    // Weights take the place of scores: they are no wider, and written after what they cover was read.
-    const float before = m_.largest[row];
-    float largest = before;
-    for (int run = 0; run < run_count; ++run) {
-      largest = row_max(scores + runs[run].begin, std::min(limit, runs[run].end) - runs[run].begin, largest);
+  /// Streaming softmax, many rows per vector: bases hold the block's maxima and become what is subtracted from scores;
+  /// corrections are what earlier sums are multiplied by, exactly 1 for rows whose maximum stays.
+  HWY_INLINE void raise(std::int64_t group, float factor) {
+    const V scale = broadcast(factor), none = broadcast(-kInfinity);
+    for (int i = 0; i < Scheme::kGroup; i += kLanes) {
+      const V before = load(m_.largest + group + i), found = load(m_.bases + i);
+      // A NaN maximum is dropped here; the weights of its row are NaN all the same.
+      const auto rises = hn::Gt(found, before);
+      const V largest = hn::IfThenElse(rises, found, before);
+      V correction = exp2<5>(hn::Max(hn::Mul(hn::Sub(before, largest), scale), broadcast(-1e4f)));
+      correction = hn::IfThenZeroElse(hn::Eq(before, none), correction);
+      hn::StoreU(hn::IfThenElse(rises, correction, broadcast(1.0f)), kFloat, m_.corrections + i);
+      hn::StoreU(hn::IfThenZeroElse(hn::Lt(largest, broadcast(kMaskedLimit)), largest), kFloat, m_.bases + i);
+      // Lanes beyond the group belong to rows of the next: they keep what they have.
+      const auto own = hn::FirstN(kFloat, static_cast<std::size_t>(std::min(kLanes, Scheme::kGroup - i)));
+      hn::StoreU(hn::IfThenElse(own, largest, before), kFloat, m_.largest + group + i);
     }
-    const float correction = largest == before ? 1.0f : before == -kInfinity ? 0.0f : exp2_scalar((before - largest) * factor);
-    const float base = largest < kMaskedLimit ? 0.0f : largest;
-    V sums = hn::Mul(load(m_.sums + row * kLanes), broadcast(correction));
-    for (int run = 0; run < run_count; ++run) {
-      const std::int64_t begin = runs[run].begin;
-      sums = Scheme::template weights<Policy::kActive>(scores + begin, scores + begin / Scheme::Products::kPerUnit,
-                                                       std::clamp<std::int64_t>(limit - begin, 0, runs[run].end - begin),
-                                                       runs[run].end - begin, factor, base, m_.keep + begin, sums);
-    }
-    store(sums, m_.sums + row * kLanes);
-    m_.largest[row] = largest;
-    m_.corrections[in_group] = correction;
   }
 
   /// Divides by the denominator, adds pad keys, mixes with earlier branches, writes.

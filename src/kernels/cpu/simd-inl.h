@@ -48,34 +48,32 @@ HWY_INLINE V exponent(V score, V base, V shift, V factor) {
   else return hn::Mul(hn::Sub(score, base), factor);
 }
 
-/// 2^fraction for |fraction| <= 1/2. Degree 5: relative error 1.5e-7. Degree 4: 2.7e-6, for weights that are rounded to
-/// bfloat16 (4e-3) while their sum must stay good to 1e-5.
+// 2^fraction. Degree 5: relative error 1.5e-7. Degree 4: 2.7e-6, for weights that are rounded to bfloat16 (4e-3) while
+// their sum must stay good to 1e-5.
+#if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
+// Fraction from 0 to 1: one instruction splits x, and scalef rounds its exponent down by itself.
+constexpr float kExp2Degree4[] = {0.0135341678f, 0.0520114601f, 0.241442755f, 0.693003833f, 1.00000262f};
+constexpr float kExp2Degree5[] = {0.00187778415f, 0.00898912735f, 0.0558261722f, 0.240153819f, 0.693153024f, 0.99999994f};
+#else
+// Fraction from -1/2 to 1/2.
+constexpr float kExp2Degree4[] = {0.00957010221f, 0.0559178591f, 0.240247443f, 0.693121791f, 0.999999285f};
+constexpr float kExp2Degree5[] = {0.00132764181f, 0.0096755409f, 0.0555071344f, 0.240221197f, 0.693146967f, 1.00000007f};
+#endif
 template <int kDegree>
-HWY_INLINE V exp2_fraction(V f) {
-  V p;
-  if constexpr (kDegree == 5) {
-    p = broadcast(0.00132764181f);
-    p = hn::MulAdd(p, f, broadcast(0.0096755409f));
-    p = hn::MulAdd(p, f, broadcast(0.0555071344f));
-    p = hn::MulAdd(p, f, broadcast(0.240221197f));
-    p = hn::MulAdd(p, f, broadcast(0.693146967f));
-    return hn::MulAdd(p, f, broadcast(1.00000007f));
-  } else {
-    p = broadcast(0.00957010221f);
-    p = hn::MulAdd(p, f, broadcast(0.0559178591f));
-    p = hn::MulAdd(p, f, broadcast(0.240247443f));
-    p = hn::MulAdd(p, f, broadcast(0.693121791f));
-    return hn::MulAdd(p, f, broadcast(0.999999285f));
-  }
+HWY_INLINE V exp2_fraction(V fraction) {
+  const float* const terms = kDegree == 5 ? kExp2Degree5 : kExp2Degree4;
+  V sum = broadcast(terms[0]);
+  HWY_UNROLL(8)
+  for (int term = 1; term <= kDegree; ++term) sum = hn::MulAdd(sum, fraction, broadcast(terms[term]));
+  return sum;
 }
 
 /// 2^x for x up to about 127. 0 far below -126 (so that masked scores of -1e30 are exact no-ops); NaN stays NaN.
 template <int kDegree>
 HWY_INLINE V exp2(V x) {
 #if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
-  const __m512 whole = _mm512_roundscale_ps(x.raw, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const V p = exp2_fraction<kDegree>(hn::Sub(x, V{whole}));
-  return V{_mm512_scalef_ps(p.raw, whole)};
+  const V p = exp2_fraction<kDegree>(V{_mm512_reduce_ps(x.raw, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)});
+  return V{_mm512_scalef_ps(p.raw, x.raw)};
 #else
   // The compare keeps NaN, which a maximum would drop on some machines.
   const V lowest = broadcast(-126.0f);

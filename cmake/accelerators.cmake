@@ -2,7 +2,7 @@
 # LONGSPAN_WITH_MPI, by which src/ chooses source files and
 # scripts/test.sh says what was left out.
 set(LONGSPAN_WITH_CUDA OFF CACHE INTERNAL "")
-if(LONGSPAN_CUDA STREQUAL "ON")
+if(NOT LONGSPAN_CUDA STREQUAL "OFF")
   find_package(CUDAToolkit 12.4 QUIET)
   if(CUDAToolkit_FOUND AND NOT CMAKE_CUDA_COMPILER)
     find_program(CMAKE_CUDA_COMPILER nvcc HINTS ${CUDAToolkit_BIN_DIR})
@@ -21,6 +21,8 @@ if(LONGSPAN_CUDA STREQUAL "ON")
         set(CMAKE_CUDA20_${form}_COMPILE_OPTION "-std=c++20")
       endif()
     endforeach()
+    # Kernels are the same in every optimised build, so that ccache compiles them once.
+    set(CMAKE_CUDA_FLAGS_RELWITHDEBINFO "${CMAKE_CUDA_FLAGS_RELEASE}")
     set(longspan_cuda_runtime CUDA::cudart_static)
     # 554: nvcc objects to a conversion that only applies to the other instantiation of a template.
     target_compile_options(longspan_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -diag-suppress=554>)

@@ -1,0 +1,140 @@
+// The arithmetic behind a launch, on the host: items name every row of every head exactly once, whatever the pattern
+// and the query ranges. Needs no GPU.
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "kernels/cuda/prepare.h"
+
+namespace longspan::cuda {
+namespace {
+
+struct Setting {
+  Pattern pattern;
+  std::vector<RowRange> ranges;
+};
+
+std::vector<Setting> settings() {
+  const Pattern ragged = Pattern::dilated({150, 230}, {3, 7}), even = Pattern::dilated({64, 128, 512}, {1, 2, 4});
+  const Pattern beyond = Pattern::dilated({4, 1}, {9, 3});
+  const Pattern skipping = Pattern::dilated({64, 4096}, {1, 2}).with_long_segments(LongSegments::skip);
+  std::vector<RowRange> many;
+  for (std::int64_t i = 0; i < 30; ++i) many.push_back({i * 9, 5});
+  std::vector<Setting> list;
+  for (const Pattern& pattern : {Pattern::dense(), ragged, even, beyond, skipping}) {
+    for (const auto& ranges :
+         {std::vector<RowRange>{{0, 301}}, {{299, 2}}, {{60, 100}, {5, 1}, {0, 0}, {60, 100}}, many}) {
+      list.push_back({pattern, ranges});
+    }
+  }
+  return list;
+}
+
+/// A plan and arguments whose tensors are never touched.
+struct Arguments {
+  Arguments(const Setting& setting, bool causal) : ranges(setting.ranges) {
+    problem.dtype = DType::bf16;
+    problem.tokens = 301;
+    problem.heads = problem.kv_heads = 3;
+    problem.batch = 2;
+    for (const RowRange& range : ranges) problem.query_rows += range.count;
+    options.causal = causal;
+    plan = std::make_unique<Plan>(setting.pattern, options, problem);
+  }
+  std::vector<RowRange> ranges;
+  Problem problem;
+  Options options;
+  Call call;
+  std::unique_ptr<Plan> plan;
+  std::byte workspace[256];
+};
+
+using Row = std::tuple<int, int, std::int64_t>;  // entry, head, row
+
+TEST(GpuWork, ForwardItemsWriteEveryRowOnce) {
+  for (const Setting& setting : settings()) {
+    for (const bool causal : {false, true}) {
+      Arguments a(setting, causal);
+      std::map<Row, int> written;
+      const int rows_per_tile = 16;
+      const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
+      for_each_launch(forward, {rows_per_tile, false}, true, [&](Launch& launch) {
+        for (std::int64_t flat = 0; flat < launch.items; ++flat) {
+          const Item item = launch.decode(flat);
+          const DeviceRange& range = launch.ranges[item.range];
+          if (item.branch < 0) {
+            for (int local = item.tile * kFillRows; local < std::min((item.tile + 1) * kFillRows, range.count);
+                 ++local) {
+              if (launch.covered(item.head, range.start + local, launch.tokens, 0, launch.branch_count)) continue;
+              ++written[{item.entry, item.head, range.first_row + local}];
+            }
+            continue;
+          }
+          const StrandRows strand = launch.branches[item.branch].strand(item.head, item.segment, launch.tokens);
+          const StrandQueries queries = queries_of(strand, range);
+          for (int i = item.tile * rows_per_tile; i < std::min((item.tile + 1) * rows_per_tile, queries.count); ++i) {
+            const std::int64_t row = queries.q_row + static_cast<std::int64_t>(i) * strand.stride;
+            EXPECT_EQ(range.start + row - range.first_row, strand.start + (queries.begin + i) * strand.stride);
+            ++written[{item.entry, item.head, row}];
+          }
+        }
+      });
+      ASSERT_EQ(written.size(), static_cast<std::size_t>(2 * 3 * a.problem.query_rows)) << setting.pattern.to_string();
+      for (const auto& [row, count] : written) ASSERT_EQ(count, 1) << setting.pattern.to_string();
+    }
+  }
+}
+
+TEST(GpuWork, StrandsAreThoseOfThePlan) {
+  for (const Setting& setting : settings()) {
+    Arguments a(setting, false);
+    const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
+    for_each_launch(forward, {16, false}, true, [&](Launch& launch) {
+      for (std::size_t b = 0; b < a.plan->branches().size(); ++b) {
+        const BranchPlan& want = a.plan->branches()[b];
+        for (const int length : {0, 1, 63, 150, 301}) {
+          if (!want.active(length)) continue;
+          for (int head = 0; head < 3; ++head) {
+            for (int segment = 0; segment < want.segments(length); ++segment) {
+              const Strand strand = want.strand(head, segment, length);
+              const StrandRows got = launch.branches[b].strand(head, segment, length);
+              EXPECT_EQ(got.count, strand.count);
+              if (strand.count > 0) {
+                EXPECT_EQ(got.start, strand.start);
+              }
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(GpuWork, BackwardItemsHoldEveryKeyOnce) {
+  for (const Setting& setting : settings()) {
+    if (setting.ranges.size() > 1) continue;
+    Arguments a(setting, true);
+    if (a.problem.query_rows != a.problem.tokens) continue;
+    std::map<Row, int> held;
+    const BackwardArguments backward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, {}, {}, {}, {}, 1, a.workspace};
+    for_each_launch(backward, {128, true}, true, [&](Launch& launch) {
+      EXPECT_FALSE(launch.sum_keys);
+      for (std::int64_t flat = 0; flat < launch.items; ++flat) {
+        const Item item = launch.decode(flat);
+        const StrandRows strand = launch.branches[item.branch].strand(item.head, item.segment, launch.tokens);
+        for (int key = item.tile * 128; key < std::min((item.tile + 1) * 128, strand.count); ++key) {
+          ++held[{item.entry, item.head, strand.start + key * strand.stride}];
+        }
+      }
+      for (int head = 0; head < 3; ++head) {
+        for (int position = 0; position < 301; ++position) {
+          const bool covered = launch.covered(head, position, 301, 0, launch.branch_count);
+          EXPECT_EQ((held[{0, head, position}]), covered ? 1 : 0) << setting.pattern.to_string() << " " << position;
+        }
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace longspan::cuda

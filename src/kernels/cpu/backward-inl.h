@@ -325,23 +325,25 @@ class BackwardRun {
     const bool ragged = least < panel + vectors * kLanes || m_.limits[row + kRows - 1] == 0;
     for (int i = 0; i < kRows; i += 2) {
       for (int vector = 0; vector < vectors; ++vector) {
-        V w[2], d[2];
+        Held w[2], d[2];
         HWY_UNROLL(2)
         for (int j = 0; j < 2; ++j) {
           const std::int64_t at = (i + j) * kPanel + vector * kLanes, of_tile = (i + j) * kKeyTile + panel + vector * kLanes;
           V shift = broadcast(-m_.lse[row + i + j]);
           if constexpr (Policy::kActive) shift = hn::Add(shift, load(m_.bias + of_tile));
-          w[j] = exp2<Scheme::kExpDegree>(hn::MulAdd(load(m_.score_tile + at), broadcast(scheme_.score_factor), shift));
+          V weight = exp2<Scheme::kExpDegree>(hn::MulAdd(load(m_.score_tile + at), broadcast(scheme_.score_factor), shift));
           V dweight = load(m_.dweight_tile + at);
           if constexpr (Policy::kActive) dweight = hn::And(dweight, load(m_.keep + of_tile));
-          d[j] = hn::Mul(w[j], hn::MulSub(dweight, broadcast(dweight_factor_), broadcast(m_.delta[row + i + j])));
-          if constexpr (Policy::kActive) w[j] = hn::And(w[j], load(m_.keep + of_tile));
+          V dscore = hn::Mul(weight, hn::MulSub(dweight, broadcast(dweight_factor_), broadcast(m_.delta[row + i + j])));
+          if constexpr (Policy::kActive) weight = hn::And(weight, load(m_.keep + of_tile));
           if (ragged) {
             const std::int64_t left = std::min(tile_keys, m_.limits[row + i + j] - base) - panel - vector * kLanes;
             const auto valid = hn::FirstN(kFloat, static_cast<std::size_t>(std::clamp<std::int64_t>(left, 0, kLanes)));
-            w[j] = hn::IfThenElseZero(valid, w[j]);
-            d[j] = hn::IfThenElseZero(valid, d[j]);
+            weight = hn::IfThenElseZero(valid, weight);
+            dscore = hn::IfThenElseZero(valid, dscore);
           }
+          w[j] = weight;
+          d[j] = dscore;
         }
         Scheme::put(m_.weights, m_.dscores, m_.dscore_rows, row + i, panel + vector * kLanes, w[0], w[1], d[0], d[1]);
       }

@@ -15,23 +15,22 @@ namespace {
 alignas(64) constexpr float kZeroRow[kMaxHeadDim + 16] = {};
 inline const std::byte* zero_row() { return reinterpret_cast<const std::byte*>(kZeroRow); }
 
-/// Lane i of the result's block b is unit `unit + i` of rows[4 * b].
-template <class Tag>
+/// Lane i of the result's block b is unit `unit + i` of rows[4 * b]; kCount lanes.
+template <int kCount, class Tag>
 HWY_INLINE hn::Vec<Tag> load_blocks(Tag tag, const float* const* rows, std::int64_t unit) {
-  constexpr std::size_t kCount = hn::MaxLanes(Tag());
   if constexpr (kCount == 4) {
     return hn::LoadU(tag, rows[0] + unit);
   } else {
     const hn::Half<Tag> half;
-    return hn::Combine(tag, load_blocks(half, rows + kCount / 2, unit), load_blocks(half, rows, unit));
+    return hn::Combine(tag, load_blocks<kCount / 2>(half, rows + kCount / 2, unit), load_blocks<kCount / 2>(half, rows, unit));
   }
 }
 
 /// Units unit .. unit + 3 of kLanes rows become four vectors, one per unit.
 HWY_INLINE void transpose_quad(const float* const* rows, std::int64_t unit, float* target, std::int64_t stride) {
   const hn::Repartition<std::uint64_t, FloatTag> pair;
-  const V r0 = load_blocks(kFloat, rows, unit), r1 = load_blocks(kFloat, rows + 1, unit);
-  const V r2 = load_blocks(kFloat, rows + 2, unit), r3 = load_blocks(kFloat, rows + 3, unit);
+  const V r0 = load_blocks<kLanes>(kFloat, rows, unit), r1 = load_blocks<kLanes>(kFloat, rows + 1, unit);
+  const V r2 = load_blocks<kLanes>(kFloat, rows + 2, unit), r3 = load_blocks<kLanes>(kFloat, rows + 3, unit);
   const auto low01 = hn::BitCast(pair, hn::InterleaveLower(r0, r1));
   const auto low23 = hn::BitCast(pair, hn::InterleaveLower(r2, r3));
   const auto high01 = hn::BitCast(pair, hn::InterleaveUpper(kFloat, r0, r1));

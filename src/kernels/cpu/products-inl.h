@@ -25,10 +25,10 @@ struct FloatProducts {
 };
 
 template <class Products, bool kTransposed, int kRows, int kVectors>
-HWY_INLINE void multiply(V (&c)[kRows][kVectors], const float* HWY_RESTRICT a, std::int64_t a_stride,
+HWY_INLINE void multiply(Held (&c)[kRows][kVectors], const float* HWY_RESTRICT a, std::int64_t a_stride,
                          const float* HWY_RESTRICT b, std::int64_t b_stride, int depth) {
   for (int inner = 0; inner < depth; ++inner) {
-    V columns[kVectors];
+    Held columns[kVectors];
     HWY_UNROLL(8)
     for (int vector = 0; vector < kVectors; ++vector) columns[vector] = load(b + inner * b_stride + vector * kLanes);
     HWY_UNROLL(8)
@@ -44,7 +44,7 @@ HWY_INLINE void multiply(V (&c)[kRows][kVectors], const float* HWY_RESTRICT a, s
 template <class Products, int kRows, int kVectors>
 HWY_NOINLINE void product(const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride, int depth, float* c,
                           std::int64_t c_stride) {
-  V tile[kRows][kVectors];
+  Held tile[kRows][kVectors];
   HWY_UNROLL(8)
   for (int row = 0; row < kRows; ++row) {
     HWY_UNROLL(8)
@@ -72,7 +72,7 @@ HWY_INLINE void product_some(int vectors, const float* a, std::int64_t a_stride,
 template <class Products, bool kTransposed, bool kFactors, int kRows, int kVectors>
 HWY_NOINLINE void accumulate(const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride, int depth, float* c,
                              std::int64_t c_stride, const float* row_factors) {
-  V tile[kRows][kVectors];
+  Held tile[kRows][kVectors];
   HWY_UNROLL(8)
   for (int row = 0; row < kRows; ++row) {
     HWY_UNROLL(8)

@@ -20,6 +20,11 @@ namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 using FloatTag = hn::ScalableTag<float>;
 using V = hn::Vec<FloatTag>;
+#if HWY_TARGET == HWY_SVE_256
+typedef V Held __attribute__((arm_sve_vector_bits(256)));  // a vector that arrays can hold
+#else
+using Held = V;
+#endif
 constexpr FloatTag kFloat;
 constexpr hn::RebindToSigned<FloatTag> kInt;
 constexpr int kLanes = static_cast<int>(hn::MaxLanes(FloatTag()));

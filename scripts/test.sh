@@ -62,12 +62,12 @@ END
   pip_install --no-build-isolation --no-deps --force-reinstall .
   build/venv/bin/python -m pytest -q "${markers[@]}" python/tests
 }
-# torch from PyPI brings CUDA libraries on x86-64 (several GB); the CPU-only index is far smaller, where it is reachable.
+# torch from PyPI brings CUDA libraries on x86-64 (several GB); LONGSPAN_TORCH_INDEX names another index, such as torch's own
+# of CPU-only builds, to spare them.
 install_torch() {
   build/venv/bin/python -c 'import torch' 2>/dev/null && return
-  pip_install --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu torch 2>/dev/null && return
-  say "installing torch from PyPI: a large download"
-  pip_install torch
+  say "installing torch: a large download"
+  pip_install ${LONGSPAN_TORCH_INDEX:+--index-url "$LONGSPAN_TORCH_INDEX"} torch
 }
 
 require_build_packages

@@ -267,11 +267,12 @@ class Expecter {
     for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv}) gradient->relative = 6 * storage + computed;
     for (ExpectedTensor* tensor : {&result.out, &result.lse, &result.dq, &result.dk, &result.dv}) tensor->relative32 = computed;
     // Below the smallest normal number a type rounds to multiples of its last bit, and bfloat16 products flush to zero: each
-    // term of a sum may lose that much, times what it is multiplied with (a query or key times scale: at most 1 + A).
+    // term of a sum may lose that much, times what it is multiplied with (a query or key times scale: at most 1 + A; and
+    // P, before that, times a dP of head_dim products of order 1).
     const double terms = most_terms.get();
     const double lost = problem.dtype == DType::f64   ? 0.0
                         : problem.dtype == DType::f16 ? 0x1p-24 * (1 + 4 * std::sqrt(terms))
-                                                      : 0x1p-126 * (1 + terms) * (1 + largest_score.get());
+                                                      : 0x1p-126 * (1 + terms) * (1 + largest_score.get()) * head_dim;
     for (ExpectedTensor* tensor : {&result.out, &result.dq, &result.dk, &result.dv}) tensor->absolute = lost;
   }
 

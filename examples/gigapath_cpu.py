@@ -50,7 +50,8 @@ def original_encoder(arguments: argparse.Namespace):
     norm = functools.partial(torch.nn.LayerNorm, eps=1e-6)
     model = slide_encoder.LongNetViT(embed_dim=arguments.width, depth=arguments.layers, mlp_ratio=4, norm_layer=norm)
     if arguments.weights:
-        model.load_state_dict(torch.load(arguments.weights, map_location="cpu", weights_only=True)["model"], strict=False)
+        state = torch.load(arguments.weights, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"], strict=False)
     return model, lambda tiles, coordinates: model(tiles, coordinates)[-1]
 
 
@@ -69,7 +70,8 @@ def main() -> None:
     model.eval().to(getattr(torch, arguments.dtype))
     tiles, coordinates = make_slide(arguments.tiles)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{type(model).__name__}: {arguments.layers} layers, {arguments.width} wide, {parameters / 1e6:.1f} M parameters")
+    size = f"{arguments.layers} layers, {arguments.width} wide, {parameters / 1e6:.1f} M parameters"
+    print(f"{type(model).__name__}: {size}")
     print(f"{arguments.tiles} tiles, {arguments.dtype}, {longspan.num_threads()} threads")
     with torch.inference_mode():
         start = time.perf_counter()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A small training script for dilated attention. It was written for another package; one import changed.
 
-The task: tokens are random, one of the first eight at odd positions is marked, and the last token must name it. Only the
-second branch reaches that far: its segments span the sequence, and its dilation of 2 keeps the odd positions.
+The task: tokens are random, one of the first eight at odd positions is marked, and the last token must name it. Only
+the second branch reaches that far: its segments span the sequence, and its dilation of 2 keeps the odd positions.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     import longspan
     out = longspan.attention(q, k, v, longspan.dilated([2048, 4096, 8192], [1, 2, 4]), causal=True)
 
-Arrays are NumPy arrays or anything with DLPack; torch tensors go to the operators of longspan.torch and carry gradients.
+Arrays are NumPy arrays or anything with DLPack; torch tensors go to the operators of longspan.torch, with gradients.
 longspan.torch has the drop-in modules, longspan.torchscale makes torchscale and GigaPath use Longspan.
 """
 

@@ -101,8 +101,8 @@ def attention(
 ) -> Any:
     """Attention of q over k and v along a pattern (None: dense, a longspan.Pattern, or its text).
 
-    q is [batch, rows, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] ('bhnd': heads before rows); float32,
-    bfloat16, float16 or float64. The last dimension must be contiguous, all other strides are free.
+    q is [batch, rows, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] ('bhnd': heads before rows);
+    float32, bfloat16, float16 or float64. The last dimension must be contiguous, all other strides are free.
 
     causal: a position sees itself and what comes before it. scale: factor on scores, by default 1 / sqrt(head_dim).
     output_scale: factor on the output, by default the pattern's own. dropout, seed: probability of dropping a pair, and

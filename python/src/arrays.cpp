@@ -44,8 +44,8 @@ RoleShape expected(Role role) {
 }
 
 [[noreturn]] void refuse_shape(const char* name, std::size_t dimensions, Role role) {
-  throw InvalidArgument(name, fmt::format("{} has {} dimensions: {} is {}", name, dimensions, name,
-                                          expected(role).wanted));
+  throw InvalidArgument(name,
+                        fmt::format("{} has {} dimensions: {} is {}", name, dimensions, name, expected(role).wanted));
 }
 
 void arrange(const Shape& shape, const char* name, Role role, TensorView& view) {

@@ -80,7 +80,8 @@ struct OwnedCall {
       call.query_ranges = ranges;
     }
     call.dropout_seed = arguments.seed;
-    call.dropout_seed_pointer = reinterpret_cast<const std::uint64_t*>(static_cast<std::uintptr_t>(arguments.seed_pointer));
+    call.dropout_seed_pointer =
+        reinterpret_cast<const std::uint64_t*>(static_cast<std::uintptr_t>(arguments.seed_pointer));
     call.stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(arguments.stream));
     call.progress = [&signals](double) { return signals(); };
   }
@@ -104,8 +105,13 @@ void forward(const Attention& attention, nb::handle q, nb::handle k, nb::handle 
   const ConstTensorView v_view = arrays.input(v, "v", role);
   const TensorView out_view = arrays.output(out, "out", role);
   const TensorView lse_view = arrays.output(lse, "lse", Role::lse);
-  const CallArguments arguments{std::move(lengths), std::move(key_mask), std::move(alibi_slopes),
-                                std::move(query_ranges), seed, seed_pointer, stream};
+  const CallArguments arguments{std::move(lengths),
+                                std::move(key_mask),
+                                std::move(alibi_slopes),
+                                std::move(query_ranges),
+                                seed,
+                                seed_pointer,
+                                stream};
   const OwnedCall owned(arrays, arguments, signals);
   signals.run([&] { attention.forward(q_view, k_view, v_view, out_view, lse_view, owned.call); });
 }
@@ -126,8 +132,13 @@ void backward(const Attention& attention, nb::handle q, nb::handle k, nb::handle
   const TensorView dq_view = arrays.output(dq, "dq", role);
   const TensorView dk_view = arrays.output(dk, "dk", role);
   const TensorView dv_view = arrays.output(dv, "dv", role);
-  const CallArguments arguments{std::move(lengths), std::move(key_mask), std::move(alibi_slopes),
-                                std::move(query_ranges), seed, seed_pointer, stream};
+  const CallArguments arguments{std::move(lengths),
+                                std::move(key_mask),
+                                std::move(alibi_slopes),
+                                std::move(query_ranges),
+                                seed,
+                                seed_pointer,
+                                stream};
   OwnedCall owned(arrays, arguments, signals);
   owned.call.dlse = arrays.input(dlse, "dlse", Role::lse);
   signals.run([&] {

@@ -46,23 +46,21 @@ using BooleanArray = nb::ndarray<const bool, nb::c_contig, nb::device::cpu, nb::
 BlockMask block_mask(BooleanArray mask, int block_size) {
   const std::size_t dimensions = mask.ndim();
   if (dimensions != 2 && dimensions != 3) {
-    throw InvalidArgument("mask", fmt::format("mask has {} dimensions: give [blocks, blocks] or [heads, blocks, blocks]",
-                                              dimensions));
+    throw InvalidArgument(
+        "mask", fmt::format("mask has {} dimensions: give [blocks, blocks] or [heads, blocks, blocks]", dimensions));
   }
   const auto rows = static_cast<std::int64_t>(mask.shape(dimensions - 2));
   const auto columns = static_cast<std::int64_t>(mask.shape(dimensions - 1));
   if (rows != columns) {
-    throw InvalidArgument("mask", fmt::format("mask has {} block rows and {} block columns: give a square one", rows,
-                                              columns));
+    throw InvalidArgument("mask",
+                          fmt::format("mask has {} block rows and {} block columns: give a square one", rows, columns));
   }
   const auto heads = dimensions == 3 ? static_cast<std::int64_t>(mask.shape(0)) : 1;
   return BlockMask::from_dense(block_size, heads, rows,
                                {reinterpret_cast<const std::uint8_t*>(mask.data()), mask.size()});
 }
 
-nb::object optional_segment(std::int64_t segment) {
-  return segment == kWholeSequence ? nb::none() : nb::cast(segment);
-}
+nb::object optional_segment(std::int64_t segment) { return segment == kWholeSequence ? nb::none() : nb::cast(segment); }
 
 void bind_pattern(nb::module_& module) {
   nb::class_<BlockMask>(module, "BlockMask", "Which key blocks each block row sees. Immutable.")
@@ -101,26 +99,26 @@ void bind_pattern(nb::module_& module) {
           "policy"_a, "'clip' or 'skip' segments longer than the sequence.")
       .def("with_output_scale", &Pattern::with_output_scale, "output_scale"_a)
       .def("with_mask", &Pattern::with_mask, "branch"_a, "mask"_a, "A block mask in strand coordinates for one branch.")
-      .def_prop_ro("branches",
-                   [](const Pattern& pattern) {
-                     nb::list list;
-                     for (const Branch& branch : pattern.branches()) {
-                       list.append(nb::make_tuple(optional_segment(branch.segment), branch.dilation));
-                     }
-                     return list;
-                   },
-                   nb::sig("def branches(self) -> list[tuple[int | None, int]]"),
-                   "(segment, dilation) of each branch; None is the whole sequence.")
-      .def_prop_ro("assignment",
-                   [](const Pattern& pattern) {
-                     return pattern.assignment() == HeadAssignment::groups ? "groups" : "all";
-                   })
-      .def_prop_ro("phase",
-                   [](const Pattern& pattern) {
-                     return pattern.phase_rule() == PhaseRule::paper ? "paper" : "torchscale";
-                   })
-      .def_prop_ro("long_segments",
-                   [](const Pattern& pattern) { return pattern.long_segments() == LongSegments::clip ? "clip" : "skip"; })
+      .def_prop_ro(
+          "branches",
+          [](const Pattern& pattern) {
+            nb::list list;
+            for (const Branch& branch : pattern.branches()) {
+              list.append(nb::make_tuple(optional_segment(branch.segment), branch.dilation));
+            }
+            return list;
+          },
+          nb::sig("def branches(self) -> list[tuple[int | None, int]]"),
+          "(segment, dilation) of each branch; None is the whole sequence.")
+      .def_prop_ro(
+          "assignment",
+          [](const Pattern& pattern) { return pattern.assignment() == HeadAssignment::groups ? "groups" : "all"; })
+      .def_prop_ro(
+          "phase",
+          [](const Pattern& pattern) { return pattern.phase_rule() == PhaseRule::paper ? "paper" : "torchscale"; })
+      .def_prop_ro(
+          "long_segments",
+          [](const Pattern& pattern) { return pattern.long_segments() == LongSegments::clip ? "clip" : "skip"; })
       .def_prop_ro("pad_keys", &Pattern::pad_keys)
       .def_prop_ro("output_scale", &Pattern::output_scale)
       .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
@@ -143,8 +141,8 @@ void bind_options(nb::module_& module) {
           "__init__",
           [](Options* self, bool causal, std::optional<double> scale, std::optional<double> output_scale,
              double dropout, bool deterministic, bool detached_mix, bool allow_tf32, std::string kernel) {
-            new (self) Options{causal,       scale,      output_scale,     dropout, deterministic,
-                               detached_mix, allow_tf32, std::move(kernel)};
+            new (self) Options{causal,        scale,        output_scale, dropout,
+                               deterministic, detached_mix, allow_tf32,   std::move(kernel)};
           },
           nb::kw_only(), "causal"_a = false, "scale"_a = nb::none(), "output_scale"_a = nb::none(), "dropout"_a = 0.0,
           "deterministic"_a = false, "detached_mix"_a = false, "allow_tf32"_a = false, "kernel"_a = "")

@@ -1,5 +1,5 @@
-"""Independent float64 formulas of what Longspan computes, in plain torch: slow, whole score matrices, own reading of the
-definition. Autograd differentiates them, so they are the oracle of gradients too."""
+"""Independent float64 formulas of what Longspan computes, in plain torch: slow, whole score matrices, an own reading of
+the definition. Autograd differentiates them, so they are the oracle of gradients too."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def test_gigapath_cpu():
 
 
 def test_bench_writes_results(tmp_path):
-    run("-m", "longspan.bench", "--out", str(tmp_path), "--tokens", "256", "--tiles", "63", "--layers", "1", "--repeats", "1")
+    small = ["--tokens", "256", "--tiles", "63", "--layers", "1", "--repeats", "1"]
+    run("-m", "longspan.bench", "--out", str(tmp_path), *small)
     files = sorted(file.name for file in tmp_path.iterdir())
     assert files == ["torch_encoder.json", "torch_module.json", "torch_overhead.json"]
     for file in tmp_path.iterdir():

@@ -26,8 +26,9 @@ def restored_imports():
 
     def forget():
         longspan.torchscale.uninstall()
-        for name in [name for name in sys.modules if "torchscale" in name.split(".") and not name.startswith("longspan")]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if "torchscale" in name.split(".") and not name.startswith("longspan"):
+                del sys.modules[name]
 
     forget()
     yield
@@ -229,7 +230,7 @@ def real():
     importlib.invalidate_caches()
     attention = importlib.import_module("torchscale.component.multihead_attention")
     attention.flash_attn_func = plain_flash
-    return importlib.import_module("torchscale.model.LongNet"), importlib.import_module("torchscale.architecture.config")
+    return [importlib.import_module(f"torchscale.{name}") for name in ("model.LongNet", "architecture.config")]
 
 
 SHAPE = dict(

@@ -152,7 +152,7 @@ def bench_overhead(repeats: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m longspan.bench", description=__doc__)
     parser.add_argument("parts", nargs="*", help="module, encoder, overhead; all without any")
-    parser.add_argument("--out", type=Path, help="folder for torch_<part>.json; without it JSON goes to standard output")
+    parser.add_argument("--out", type=Path, help="folder for torch_<part>.json; without it JSON goes to stdout")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 131072], help="of the module benchmark")
     parser.add_argument("--tiles", type=int, default=10_000, help="of the encoder benchmark (a class token is added)")
     parser.add_argument("--layers", type=int, default=12)

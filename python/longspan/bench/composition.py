@@ -1,4 +1,4 @@
-"""What people write with torch's own operators: the peers that the benchmarks name. Fused attention on gathered rows."""
+"""What people write with torch's own operators, the peers of the benchmarks: fused attention on gathered rows."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ class _Multihead(nn.Module):
                 f"{name} has shape {list(tensor.shape)}, query has {list(like.shape)}: they must be equal", name
             )
         if tensor.device != like.device:
-            raise InvalidArgument(f"{name} is on {tensor.device}, query is on {like.device}: move them to one device", name)
+            raise InvalidArgument(
+                f"{name} is on {tensor.device}, query is on {like.device}: move them to one device", name
+            )
 
     def forward(
         self,

@@ -55,8 +55,8 @@ def raw_tensor(name: str, tensor: Tensor) -> tuple:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidArgument(
-            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}: attention runs on float32, bfloat16, float16 "
-            "and float64 (bool for key_mask, int32 or int64 for lengths)",
+            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}: attention runs on float32, bfloat16, "
+            "float16 and float64 (bool for key_mask, int32 or int64 for lengths)",
             name,
         )
     if tensor.is_cpu:
@@ -139,7 +139,8 @@ def _run_backward(
     try:
         operator.backward(
             *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
-            raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse), *map(raw_tensor, ("dq", "dk", "dv"), grads),
+            raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse),
+            *map(raw_tensor, ("dq", "dk", "dv"), grads),
             _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
             _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(seed), _stream(query),
         )  # fmt: skip
@@ -158,11 +159,10 @@ def _fake_backward(grad_out, grad_lse, query, key, value, *rest):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, *rest = inputs
-    out, lse = output
-    ctx.save_for_backward(query, key, value, out, lse, seed, lengths, key_mask, alibi_slopes)
-    ctx.before = (pattern, causal, scale, output_scale, dropout)
-    ctx.after = rest
+    # Of the settings, numbers 5 to 8 are tensors: seed, lengths, key_mask, alibi_slopes.
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[8:12])
+    ctx.before = inputs[3:8]
+    ctx.after = inputs[12:]
     ctx.set_materialize_grads(False)
 
 
@@ -187,7 +187,8 @@ def _autocast(device_type: str):
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
             query, key, value = (
-                x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (query, key, value)
+                x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
+                for x in (query, key, value)
             )
             return _forward_op(query, key, value, *settings)
 

@@ -79,7 +79,7 @@ def check_dropout(name: str, value: float) -> float:
 
 
 def key_mask(name: str, mask: Tensor | None, batch: int, tokens: int, *, two_dimensional: bool = True) -> Tensor | None:
-    """A mask [batch, tokens] or [batch, 1, 1, tokens] as booleans [batch, tokens], as given: the caller knows its sense."""
+    """A mask [batch, tokens] or [batch, 1, 1, tokens] as booleans [batch, tokens]; the caller knows its sense."""
     if mask is None:
         return None
     shape = tuple(mask.shape)
@@ -89,7 +89,7 @@ def key_mask(name: str, mask: Tensor | None, batch: int, tokens: int, *, two_dim
         hint = "; use is_causal or a pattern for what depends on the query" if shape[-2:] == (tokens, tokens) else ""
         raise InvalidArgument(f"{name} has shape {list(shape)}: give {wanted}{hint}", name)
     if mask.is_floating_point():
-        raise InvalidArgument(f"{name} has dtype {mask.dtype}: give booleans; values added to scores are not taken", name)
+        raise InvalidArgument(f"{name} has dtype {mask.dtype}: give booleans; nothing is added to scores", name)
     if mask.dtype is not torch.bool:
         mask = mask != 0
     return mask.reshape(batch, tokens)

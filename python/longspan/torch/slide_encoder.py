@@ -136,7 +136,8 @@ class SlideEncoder(nn.Module):
     def _positions(self, coordinates: Tensor, width: int) -> Tensor:
         """Sines and cosines of the tile's column, then of its row. Computed for the tiles there are, not looked up in a
         table of a million."""
-        frequencies = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64, device=coordinates.device) / (width // 4))
+        quarter = width // 4
+        frequencies = 10000.0 ** -(torch.arange(quarter, dtype=torch.float64, device=coordinates.device) / quarter)
         cells = torch.floor(coordinates / self.tile_pixels).double()
         # The published table is indexed row * grid + column and wraps like one.
         flat = cells[..., 0] * self.grid + cells[..., 1]
@@ -147,8 +148,8 @@ class SlideEncoder(nn.Module):
     def forward(
         self, tiles: Tensor, coordinates: Tensor, lengths: Tensor | None = None, *, all_layers: bool = False
     ) -> Tensor | list[Tensor]:
-        """tiles [batch, n, tile_features], coordinates [batch, n, 2] in pixels -> [batch, width]; all_layers: a list, one
-        for the input, each layer and the end. lengths [batch]: tiles each slide has; the rest is padding."""
+        """tiles [batch, n, tile_features], coordinates [batch, n, 2] in pixels -> [batch, width]; all_layers: a list,
+        one for the input, each layer and the end. lengths [batch]: tiles each slide has; the rest is padding."""
         if tiles.dim() != 3 or coordinates.shape != (*tiles.shape[:2], 2):
             raise InvalidArgument(
                 f"tiles has shape {list(tiles.shape)}, coordinates has {list(coordinates.shape)}: give [batch, n, "

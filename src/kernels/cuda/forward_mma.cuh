@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
   __shared__ std::uint8_t allowed[2][kFeatures ? kKeys : 1];
   const Item item = a.decode(take_item(a));
   if (item.branch < 0) {
-    fill_uncovered<T>(a, item);
+    fill_uncovered<T>(a, item, threadIdx.x / kWarpThreads, blockDim.x / kWarpThreads);
     return;
   }
   const DeviceBranch& branch = a.branches[item.branch];

@@ -198,7 +198,7 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix) {
   if (problem.has_lengths) take(space.lengths, batch * sizeof(std::int64_t));
   if (pass == Pass::forward) {
     if (!matrix || !plan.merges_branches()) return space;
-    space.counters_bytes = (1 + kMaxRanges * batch * heads) * sizeof(unsigned);
+    space.counters_bytes = (1 + kMaxWork * batch * heads) * sizeof(unsigned);  // a range, or a branch in a range, each
     take(space.counters, space.counters_bytes);
     take(space.state_sums, queries * 2 * sizeof(float));
     take(space.state, queries * columns);

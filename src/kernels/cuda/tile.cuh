@@ -3,12 +3,11 @@
 //   which is what a fragment load touches, are in different banks.
 #pragma once
 
+#include "kernels/cuda/fill.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/ptx.cuh"
 
 namespace longspan::cuda {
-
-inline constexpr int kWarpThreads = 32;
 
 template <int kColumns>
 __device__ __forceinline__ std::uint32_t chunk_offset(int row, int chunk) {
@@ -107,34 +106,6 @@ __device__ __forceinline__ void announce(const Launch& a, const Item& item) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) atomicAdd(a.finished + (item.range * a.batch + item.entry) * a.heads + item.head, 1u);
-}
-
-/// out = 0 and lse = -inf for the rows of this item that no branch covers.
-template <class T>
-__device__ void fill_uncovered(const Launch& a, const Item& item) {
-  const DeviceRange& range = a.ranges[item.range];
-  const int length = a.length(item.entry), lane = threadIdx.x % kWarpThreads;
-  const int warps = blockDim.x / kWarpThreads;
-  for (int block = threadIdx.x / kWarpThreads; block < kFillRows / kWarpThreads; block += warps) {
-    const int first = item.tile * kFillRows + block * kWarpThreads, local = first + lane;
-    bool uncovered = false;
-    if (local < range.count) {
-      const int position = range.start + local;
-      uncovered = position >= length || !a.covered(item.head, position, length, 0, a.branch_count);
-      if (uncovered && a.lse) a.lse[a.lse_offset(item.entry, range.first_row + local, item.head)] = -LONGSPAN_INFINITY;
-    }
-    const unsigned mask = __ballot_sync(~0u, uncovered);
-    if (mask == 0) continue;
-    T* const out = reinterpret_cast<T*>(a.out.data) + a.out.offset(item.entry, range.first_row + first, item.head);
-    const int elements = a.aligned ? 16 / sizeof(T) : 1, pieces = a.columns / elements;
-    for (int i = lane; i < kWarpThreads * pieces; i += kWarpThreads) {
-      const int row = i / pieces, piece = i - row * pieces;
-      if (!(mask >> row & 1)) continue;
-      T* const target = out + row * a.out.row + piece * elements;
-      if (a.aligned) *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
-      else *target = from_float<T>(0.0f);
-    }
-  }
 }
 
 }  // namespace longspan::cuda

@@ -1,5 +1,5 @@
 // What surrounds the main backward kernel: delta of each row before it, accumulators to gradients after it.
-//   A row is handled by 2^n neighbouring threads, 16 bytes of storage each; heads are the fastest index, since that is
+//   A row is handled by 2^n neighbouring threads, eight columns each; heads are the fastest index, since that is
 //   how rows lie in [B, N, H, D].
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/ptx.cuh"
@@ -12,10 +12,13 @@ constexpr int kThreads = 256;
 
 template <class T>
 struct Eight {
+  static constexpr int kPieces = sizeof(T) / 2;  // of 16 bytes
   float value[8];
   __device__ __forceinline__ void load(const T* source, bool aligned) {
     alignas(16) T elements[8];
-    if (aligned) *reinterpret_cast<uint4*>(elements) = *reinterpret_cast<const uint4*>(source);
+    if (aligned)
+      for (int i = 0; i < kPieces; ++i)
+        reinterpret_cast<uint4*>(elements)[i] = reinterpret_cast<const uint4*>(source)[i];
     else
       for (int i = 0; i < 8; ++i) elements[i] = source[i];
 #pragma unroll
@@ -31,7 +34,9 @@ struct Eight {
     alignas(16) T elements[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) elements[i] = from_float<T>(value[i]);
-    if (aligned) *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(elements);
+    if (aligned)
+      for (int i = 0; i < kPieces; ++i)
+        reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(elements)[i];
     else
       for (int i = 0; i < 8; ++i) target[i] = elements[i];
   }
@@ -102,8 +107,10 @@ __global__ void __launch_bounds__(kThreads)
   const float lse = a.lse[a.lse_offset(at.entry, at.row, at.head)];
   if (a.dlse) delta -= a.dlse[at.entry * a.dlse_batch + at.row * a.dlse_row + at.head * a.dlse_head];
   const bool empty = lse == -LONGSPAN_INFINITY;
-  reinterpret_cast<float2*>(a.delta)[packed] =
-      empty ? make_float2(LONGSPAN_INFINITY, 0.0f) : make_float2(lse * kLog2E, delta * a.dscore_scale);
+  for (int b = 0; b < (a.detached ? a.branch_count : 1); ++b) {  // detached: a launch of its own finds the deltas
+    reinterpret_cast<float2*>(a.delta)[a.delta_row(b, at.entry, at.row, at.head)] =
+        make_float2(empty ? LONGSPAN_INFINITY : lse * kLog2E, empty || a.detached ? 0.0f : delta * a.dscore_scale);
+  }
 }
 
 template <class T>
@@ -148,15 +155,15 @@ cudaError_t prepare_backward(const Launch& a, DType dtype, cudaStream_t stream) 
   }
   const std::int64_t first = query_blocks(a), blocks = first + (a.fill && !a.sum_keys ? key_blocks(a) : 0);
   const int lanes = lanes_for(a.columns);
-  return dtype == DType::bf16 ? start<&prepare<__nv_bfloat16>>(blocks, kThreads, 0, stream, a, lanes, first)
-                              : start<&prepare<__half>>(blocks, kThreads, 0, stream, a, lanes, first);
+  return with_storage(dtype,
+                      [&]<class T>() { return start<&prepare<T>>(blocks, kThreads, 0, stream, a, lanes, first); });
 }
 
 cudaError_t finish_backward(const Launch& a, DType dtype, cudaStream_t stream) {
   const std::int64_t first = query_blocks(a), blocks = first + (a.sum_keys ? key_blocks(a) : 0);
   const int lanes = lanes_for(a.columns);
-  return dtype == DType::bf16 ? start<&finish<__nv_bfloat16>>(blocks, kThreads, 0, stream, a, lanes, first)
-                              : start<&finish<__half>>(blocks, kThreads, 0, stream, a, lanes, first);
+  return with_storage(dtype,
+                      [&]<class T>() { return start<&finish<T>>(blocks, kThreads, 0, stream, a, lanes, first); });
 }
 
 cudaError_t fill_zero(const Rows& rows, int element_bytes, std::int64_t batch, std::int64_t row_count,

@@ -75,17 +75,31 @@ Verdict fits(const Plan& plan) {
   return yes();
 }
 
+/// How the matrix-unit kernels multiply a storage type.
+struct Arithmetic {
+  bool wide;
+  StartPass forward, backward;
+  StartQueries backward_queries;
+};
+
+const Arithmetic& arithmetic_of(const Plan& plan) {
+  static constexpr Arithmetic kBf16{false, forward_bf16, backward_bf16, backward_queries_bf16};
+  static constexpr Arithmetic kF16{false, forward_f16, backward_f16, backward_queries_f16};
+  static constexpr Arithmetic kTf32{true, forward_tf32, backward_tf32, backward_queries_tf32};
+  static constexpr Arithmetic kF32{true, forward_f32, backward_f32, backward_queries_f32};
+  const DType dtype = plan.problem().dtype;
+  if (dtype == DType::f32) return plan.options().allow_tf32 ? kTf32 : kF32;
+  return dtype == DType::bf16 ? kBf16 : kF16;
+}
+
 Verdict can_run_matrix(const Plan& plan, Pass pass) {
   if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
   const Problem& problem = plan.problem();
-  if (problem.dtype == DType::f32) return no("multiplies 16-bit numbers, tensors are f32");
-  if (pass == Pass::backward) {
-    if (problem.head_dim > 128) return no("has backward up to head_dim 128, here it is {}", problem.head_dim);
-    if (plan.options().deterministic)
-      return no("adds dq in the order in which blocks finish, deterministic is asked for");
-    if (plan.options().detached_mix) return no("has no backward for detached_mix");
-  }
-  const int needed = pass == Pass::forward ? 97 * 1024 : problem.head_dim > 64 ? 146 * 1024 : 82 * 1024;
+  const bool wide = problem.dtype == DType::f32;
+  const int columns = static_cast<int>(problem.head_dim);
+  if (pass == Pass::backward && wide && columns > 128)
+    return no("has backward of float32 up to head_dim 128, here it is {}", columns);
+  const int needed = pass == Pass::forward ? forward_shared_bytes(wide, columns) : backward_shared_bytes(wide, columns);
   const int available = devices()[static_cast<std::size_t>(problem.device.index)].shared_bytes;
   if (available < needed)
     return no("needs {} bytes of shared memory in a block, {} has {}", needed, to_string(problem.device), available);
@@ -143,17 +157,19 @@ cudaStream_t stream_of(const Arguments& a) {
 /// Anything that the lean instantiations of the matrix-unit kernels leave out.
 bool wants_features(const Launch& launch) {
   return launch.key_mask || launch.alibi || launch.dropout || launch.piece_count > 0 || !launch.aligned ||
-         !(launch.scale > 0);
+         launch.deltas || launch.separate_dq || !(launch.scale > 0);
+}
+
+Tiling tiling_of(const Plan& plan, bool by_keys, bool fills) {
+  return {tile_rows(arithmetic_of(plan).wide, static_cast<int>(plan.problem().head_dim)), by_keys, fills};
 }
 
 void forward_matrix(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
-  const Tiling tiling{forward_tile_rows(static_cast<int>(a.plan.problem().head_dim)), false};
-  for_each_launch(a, tiling, true, [&](Launch& launch) {
+  for_each_launch(a, tiling_of(a.plan, false, true), true, [&](Launch& launch) {
     if (launch.items == 0) return;
-    const auto run = a.q.dtype == DType::bf16 ? forward_bf16 : forward_f16;
-    check(run(launch, wants_features(launch), stream_of(a)), "starting the forward kernel");
+    check(arithmetic_of(a.plan).forward(launch, wants_features(launch), stream_of(a)), "starting the forward kernel");
   });
 }
 
@@ -186,23 +202,49 @@ void backward_simt_call(const BackwardArguments& a) {
   });
 }
 
+/// Backward with matrix units: deltas; dk and dv, and dq with them; conversion. `deterministic` takes dq in a pass of
+/// its own and launches what adds to the same rows one after the other.
 void backward_matrix(const BackwardArguments& a) {
   if (!has_key_sums(a)) return backward_simt_call(a);
   const DeviceGuard guard(device_of(a));
   check_gradients(a);
-  const Tiling tiling{backward_tile_keys(static_cast<int>(a.plan.problem().head_dim)), true};
+  const Arithmetic& arithmetic = arithmetic_of(a.plan);
+  const bool in_order = a.plan.options().deterministic;
+  const cudaStream_t stream = stream_of(a);
   bool prepared = false;
   Launch last{};
-  for_each_launch(a, tiling, true, [&](Launch& launch) {
-    if (!prepared) check(prepare_backward(launch, a.q.dtype, stream_of(a)), "starting the preparation of backward");
+  const auto prepare = [&](Launch& launch) {
+    if (!prepared) check(prepare_backward(launch, a.q.dtype, stream), "starting the preparation of backward");
     prepared = true;
-    if (launch.items > 0) {
-      const auto run = a.q.dtype == DType::bf16 ? backward_bf16 : backward_f16;
-      check(run(launch, wants_features(launch), stream_of(a)), "starting the backward kernel");
-    }
     last = launch;
+  };
+  if (a.plan.options().detached_mix) {
+    for_each_launch(a, tiling_of(a.plan, false, false), true, [&](Launch& launch) {
+      prepare(launch);
+      launch.deltas = true;
+      launch.merges = false;
+      if (launch.items > 0) check(arithmetic.forward(launch, true, stream), "starting the kernel for detached_mix");
+      launch.deltas = false;
+    });
+  }
+  for_each_launch(a, tiling_of(a.plan, true, false), true, [&](Launch& launch) {
+    prepare(launch);
+    launch.separate_dq = in_order;
+    const auto run = [&](const Launch& part) {
+      if (part.items == 0) return;
+      check(arithmetic.backward(part, wants_features(part), stream), "starting the backward kernel");
+    };
+    if (in_order && launch.sum_keys) for_each_writer(launch, launch.heads / launch.kv_heads, run);
+    else run(launch);
   });
-  check(finish_backward(last, a.q.dtype, stream_of(a)), "starting the conversion of gradients");
+  if (in_order) {
+    for_each_launch(a, {kQueryPassRows, false, false}, true, [&](Launch& launch) {
+      for_each_writer(launch, 1, [&](const Launch& part) {
+        if (part.items > 0) check(arithmetic.backward_queries(part, stream), "starting the kernel for dq");
+      });
+    });
+  }
+  check(finish_backward(last, a.q.dtype, stream), "starting the conversion of gradients");
 }
 
 const Kernel kMatrix = {"cuda-mma", can_run_matrix,
@@ -214,9 +256,6 @@ const Kernel kSimt = {"cuda-simt", can_run_simt,
 const Kernel* const kList[] = {&kMatrix, &kSimt};
 
 }  // namespace
-
-int forward_tile_rows(int columns) { return columns > 128 ? 64 : 128; }
-int backward_tile_keys(int) { return 128; }
 
 std::span<const Kernel* const> kernels() { return kList; }
 const std::vector<DeviceFacts>& devices() { return machine().devices; }

@@ -1,4 +1,4 @@
-// Forward kernels for bf16.
+// Forward kernels for bfloat16.
 #include "kernels/cuda/forward_start.cuh"
 
 namespace longspan::cuda {

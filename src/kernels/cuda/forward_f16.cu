@@ -1,4 +1,4 @@
-// Forward kernels for f16.
+// Forward kernels for float16.
 #include "kernels/cuda/forward_start.cuh"
 
 namespace longspan::cuda {

@@ -7,81 +7,34 @@
 #pragma once
 
 #include "kernels/cuda/tile.cuh"
-#include "util/philox.h"
 
 namespace longspan::cuda {
 
-/// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, scales that are not positive. Head dims between those
-/// instantiated run with columns of zeros.
-template <class T, int kColumnsValue, bool kFeaturesValue>
+/// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, scales that are not positive, deltas. Head dims between
+/// those instantiated run with columns of zeros.
+template <class MathValue, int kColumnsValue, bool kFeaturesValue>
 struct ForwardShape {
-  using Element = T;
+  using Math = MathValue;
   static constexpr int kColumns = kColumnsValue;
   static constexpr bool kFeatures = kFeaturesValue;
-  static constexpr int kWarps = 4, kThreads = kWarps * kWarpThreads;
-  static constexpr int kRowTiles = kColumns > 128 ? 1 : 2;
-  static constexpr int kRows = 16 * kRowTiles * kWarps;
-  static constexpr int kKeys = kColumns == 64 && !kFeatures ? 128 : 64;
-  static constexpr int kSharedBytes = (kRows + 2 * kKeys) * kColumns * 2;
+  static constexpr int kWarps = 4;
+  static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
+  static constexpr int kKeys = kWide<Math> && kColumns > 128                  ? 32
+                               : !kWide<Math> && kColumns <= 64 && !kFeatures ? 128
+                                                                              : 64;
+  static constexpr int kBlocksPerSm = kWide<Math> && kColumns > 64 ? 1 : 2;
 };
 
 template <class Shape>
 struct ForwardTile {
-  using T = typename Shape::Element;
+  using Math = typename Shape::Math;
   static constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys, kRowTiles = Shape::kRowTiles;
+  static constexpr int kThreads = Shape::kWarps * kWarpThreads, kRows = 16 * kRowTiles * Shape::kWarps;
+  static constexpr int kPitch = pitch_of<Math>(kColumns), kSharedBytes = (kRows + 2 * kKeys) * kPitch;
   float scores[kRowTiles][kKeys / 8][4];
   float out[kRowTiles][kColumns / 8][4];
   float largest[kRowTiles][2];
   float sum[kRowTiles][2];
-
-  __device__ __forceinline__ void multiply_queries(std::uint32_t q_tile, std::uint32_t k_tile, int first_row) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < kColumns / 16; ++step) {
-      Fragment a[kRowTiles];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) load_a<kColumns>(a[m], q_tile, first_row + 16 * m, step);
-#pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        Fragment b;
-        load_b_transposed<kColumns>(b, k_tile, n * 16, step);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          multiply_add<T>(scores[m][2 * n], a[m], b[0], b[1]);
-          multiply_add<T>(scores[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void multiply_values(std::uint32_t v_tile) {
-#pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      Fragment a[kRowTiles];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        a[m][0] = pack<T>(scores[m][2 * step][0], scores[m][2 * step][1]);
-        a[m][1] = pack<T>(scores[m][2 * step][2], scores[m][2 * step][3]);
-        a[m][2] = pack<T>(scores[m][2 * step + 1][0], scores[m][2 * step + 1][1]);
-        a[m][3] = pack<T>(scores[m][2 * step + 1][2], scores[m][2 * step + 1][3]);
-      }
-#pragma unroll
-      for (int n = 0; n < kColumns / 16; ++n) {
-        Fragment b;
-        load_b<kColumns>(b, v_tile, step * 16, n);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          multiply_add<T>(out[m][2 * n], a[m], b[0], b[1]);
-          multiply_add<T>(out[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
-  }
 
   __device__ __forceinline__ static float base_of(float value) { return value == -LONGSPAN_INFINITY ? 0.0f : value; }
 
@@ -128,13 +81,38 @@ struct ForwardTile {
   }
 };
 
+/// For detached_mix: delta of a row within one branch, dO times the branch's own output, which is sums * factor.
+template <class T, int kBlocks>
+__device__ __forceinline__ void put_delta(const Launch& a, const Item& item, std::int64_t row, float factor,
+                                          const float (&sums)[kBlocks][4], int half) {
+  const int lane = threadIdx.x % kWarpThreads;
+  float delta = 0.0f;
+  if (row >= 0) {
+    const T* const dout = reinterpret_cast<const T*>(a.dout.data) + a.dout.offset(item.entry, row, item.head);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const int column = n * 8 + (lane % 4) * 2;
+      if (column >= a.columns) continue;
+      delta = fmaf(as_float(dout[column]), sums[n][2 * half], delta);
+      delta = fmaf(as_float(dout[column + 1]), sums[n][2 * half + 1], delta);
+    }
+  }
+  delta += __shfl_xor_sync(~0u, delta, 1);
+  delta += __shfl_xor_sync(~0u, delta, 2);
+  if (row >= 0 && lane % 4 == 0)
+    a.delta[2 * a.delta_row(item.branch, item.entry, row, item.head) + 1] = delta * factor * a.dscore_scale;
+}
+
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_constant__ Launch a) {
-  using T = typename Shape::Element;
-  constexpr int kColumns = Shape::kColumns, kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
-  constexpr int kRowTiles = Shape::kRowTiles;
+__global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPerSm)
+    forward_mma(const __grid_constant__ Launch a) {
+  using Tile = ForwardTile<Shape>;
+  using Math = typename Shape::Math;
+  using T = Element<Math>;
+  constexpr int kSize = sizeof(T), kColumns = Shape::kColumns, kRows = Tile::kRows, kKeys = Shape::kKeys;
+  constexpr int kThreads = Tile::kThreads, kRowTiles = Shape::kRowTiles, kPitch = Tile::kPitch;
   constexpr bool kFeatures = Shape::kFeatures;
-  extern __shared__ __align__(1024) char shared[];
+  extern __shared__ __align__(128) char shared[];
   __shared__ std::uint8_t allowed[2][kFeatures ? kKeys : 1];
   const Item item = a.decode(take_item(a));
   if (item.branch < 0) {
@@ -157,44 +135,36 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
   const int warp_row = warp * 16 * kRowTiles, thread_row = warp_row + lane / 4;
 
-  const std::uint32_t q_tile = shared_address(shared), k_tile = q_tile + kRows * kColumns * 2,
-                      v_tile = k_tile + kKeys * kColumns * 2;
-  const char* const q_base = a.q.data + a.q.offset(item.entry, q_row, item.head) * 2;
-  const char* const k_base = a.k.data + a.k.offset(item.entry, strand.start, kv_head) * 2;
-  const char* const v_base = a.v.data + a.v.offset(item.entry, strand.start, kv_head) * 2;
-  const std::int64_t k_step = a.k.row * strand.stride * 2, v_step = a.v.row * strand.stride * 2;
+  const std::uint32_t q_tile = shared_address(shared), k_tile = q_tile + kRows * kPitch,
+                      v_tile = k_tile + kKeys * kPitch;
+  const char* const q_base = a.q.data + a.q.offset(item.entry, q_row, item.head) * kSize;
+  const char* const k_base = a.k.data + a.k.offset(item.entry, strand.start, kv_head) * kSize;
+  const char* const v_base = a.v.data + a.v.offset(item.entry, strand.start, kv_head) * kSize;
+  const std::int64_t k_step = a.k.row * strand.stride * kSize, v_step = a.v.row * strand.stride * kSize;
 
   // With features a key's row may be masked or lie in a piece; without, rows are an arithmetic progression.
   const auto load_keys = [&](std::uint32_t tile, bool values, int first) {
     if constexpr (!kFeatures) {
-      load_rows<kColumns, kKeys, kThreads, false>(tile, values ? v_base : k_base, values ? v_step : k_step, first,
-                                                  strand.count, a.columns, true);
+      load_rows<Math, kColumns, kKeys, kThreads, false>(tile, values ? v_base : k_base, values ? v_step : k_step, first,
+                                                        strand.count, a.columns, true);
     } else {
-      constexpr int kChunks = kColumns / 8, kStep = kThreads / kChunks;
-      const int chunk = threadIdx.x % kChunks;
-#pragma unroll 1
-      for (int row = threadIdx.x / kChunks; row < kKeys; row += kStep) {
-        const int key = first + row, position = strand.start + key * strand.stride;
-        bool valid = key < strand.count && a.allowed(item.entry, position);
-        const char *k_row = a.q.data, *v_row = a.q.data;
-        if (valid) a.key_row(item.entry, kv_head, position, 2, k_row, v_row);
-        if (!k_row) {  // no query of this call attends to it
-          valid = false;
-          k_row = v_row = a.q.data;
-        }
+      for_each_chunk<Math, kColumns, kKeys, kThreads>([&](int row, int chunk) {
+        const char *k_row, *v_row;
+        const bool valid = find_key(a, item, strand, first + row, kSize, k_row, v_row);
         if (!values && chunk == 0) allowed[first / kKeys & 1][row] = valid;
-        load_chunk<true>(tile + chunk_offset<kColumns>(row, chunk), values ? v_row : k_row, chunk, valid, a.columns,
-                         a.aligned);
-      }
+        load_chunk<T, true>(tile + chunk_offset<kPitch>(row, chunk), values ? v_row : k_row, chunk, valid, a.columns,
+                            a.aligned);
+      });
     }
     copy_commit();
   };
 
-  load_rows<kColumns, kRows, kThreads, kFeatures>(q_tile, q_base, a.q.row * strand.stride * 2, 0, rows, a.columns,
-                                                  a.aligned);
+  load_rows<Math, kColumns, kRows, kThreads, kFeatures>(q_tile, q_base, a.q.row * strand.stride * kSize, 0, rows,
+                                                        a.columns, a.aligned);
   load_keys(k_tile, false, 0);
 
-  ForwardTile<Shape> tile;
+  Tile tile;
+  clear(tile.out);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -202,10 +172,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
       tile.largest[m][half] = -LONGSPAN_INFINITY;
       tile.sum[m][half] = 0.0f;
     }
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) tile.out[m][n][i] = 0.0f;
   }
   const auto position_of = [&](int row) { return strand.start + (first_query + row) * strand.stride; };
   const auto packed_of = [&](int row) {
@@ -235,19 +201,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
   }
 
   const float scale_log2 = a.scale * kLog2E;
-  const float slope = kFeatures && a.alibi ? a.alibi[item.head * a.alibi_head] * kLog2E : 0.0f;
-  const DropoutRule dropout = [&] {
-    DropoutRule rule(0.0, kFeatures && a.seed_pointer ? *a.seed_pointer : a.seed);
-    rule.threshold = a.drop_threshold;
-    return rule;
-  }();
+  const PairRules rules(a, item, strand);
   const int last_key = a.causal ? min(strand.count, first_query + rows) : strand.count;
 
   for (int first = 0; first < last_key; first += kKeys) {
     copy_wait<0>();
     __syncthreads();
     load_keys(v_tile, true, first);
-    tile.multiply_queries(q_tile, k_tile, warp_row);
+    multiply_rows<Math, kColumns>(tile.scores, q_tile, warp_row, k_tile, 0);
     const bool more = first + kKeys < last_key;
 
     if constexpr (kFeatures) {
@@ -260,8 +221,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
             const int own = first_query + thread_row + 16 * m + (i / 2) * 8, local = n * 8 + (lane % 4) * 2 + i % 2;
             const int key = first + local;
             float& score = tile.scores[m][n][i];
-            score *= scale_log2;
-            if (a.alibi) score -= slope * static_cast<float>(abs(own - key) * static_cast<std::int64_t>(strand.stride));
+            score = fmaf(score, scale_log2, -rules.bias(own, key));
             if (!allowed[first / kKeys & 1][local] || (a.causal && key > own)) score = -LONGSPAN_INFINITY;
           }
     } else if (first + kKeys > strand.count || (a.causal && first + kKeys > first_query + warp_row + 1)) {
@@ -279,24 +239,21 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
     tile.softmax(kFeatures ? 1.0f : scale_log2);
     if constexpr (kFeatures) {
       if (a.dropout) {
-        const int branch_head = item.branch * a.heads + item.head;
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int position = position_of(thread_row + 16 * m + 8 * half);
 #pragma unroll 1
             for (int n = 0; n < kKeys / 8; ++n) {
-              const int key = first + n * 8 + (lane % 4) * 2;
-              const PhiloxBlock words = dropout.words(position, key / 4, branch_head, item.entry);
-              const bool upper = lane & 1;
-              const bool keep0 = (upper ? words[2] : words[0]) >= dropout.threshold;
-              const bool keep1 = (upper ? words[3] : words[1]) >= dropout.threshold;
+              const PhiloxBlock words =
+                  rules.words(first_query + thread_row + 16 * m + 8 * half, first + n * 8 + (lane % 4) * 2);
+              const float factors[2] = {rules.factor(lane & 1 ? words[2] : words[0]),
+                                        rules.factor(lane & 1 ? words[3] : words[1])};
 #pragma unroll
               for (int each = 0; each < kKeys / 8; ++each) {  // a register array needs constant indices
                 if (each != n) continue;
-                tile.scores[m][each][2 * half] *= keep0 ? a.keep_factor : 0.0f;
-                tile.scores[m][each][2 * half + 1] *= keep1 ? a.keep_factor : 0.0f;
+                tile.scores[m][each][2 * half] *= factors[0];
+                tile.scores[m][each][2 * half + 1] *= factors[1];
               }
             }
           }
@@ -305,7 +262,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
     copy_wait<0>();
     __syncthreads();
     if (more) load_keys(k_tile, false, first + kKeys);
-    tile.multiply_values(v_tile);
+    accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
+        tile.out, [&](Fragment& f, int m, int step) { weights_of<Math>(f, tile.scores[m], step); }, v_tile, 0, 0);
   }
 
   // Padding, then either put the state down for a later branch or write the row.
@@ -337,39 +295,42 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_mma(const __grid_c
           __stcg(reinterpret_cast<float2*>(a.state + packed * a.columns + column),
                  make_float2(tile.out[m][n][2 * half], tile.out[m][n][2 * half + 1]));
         }
-      } else if (a.lse && row < rows && lane % 4 == 0) {
+      } else if (!(kFeatures && a.deltas) && a.lse && row < rows && lane % 4 == 0) {
         const std::int64_t target =
             a.lse_offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
-        a.lse[target] = sum == 0.0f ? -LONGSPAN_INFINITY
-                                    : fmaf(ForwardTile<Shape>::base_of(tile.largest[m][half]), kLn2, logf(sum));
+        a.lse[target] = sum == 0.0f ? -LONGSPAN_INFINITY : fmaf(Tile::base_of(tile.largest[m][half]), kLn2, logf(sum));
       }
       const float factor = sum == 0.0f ? 0.0f : a.output_scale / sum;
+      if (kFeatures && a.deltas) {
+        put_delta<T>(a, item, row < rows ? q_row + static_cast<std::int64_t>(row) * strand.stride : -1, factor,
+                     tile.out[m], half);
+        continue;
+      }
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
-        const std::uint32_t packed = pack<T>(tile.out[m][n][2 * half] * factor, tile.out[m][n][2 * half + 1] * factor);
-        asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(q_tile + chunk_offset<kColumns>(row, n) + (lane % 4) * 4),
-                     "r"(packed)
-                     : "memory");
+        store_pair<Math>(q_tile + pair_offset<Math, kPitch>(row, n), tile.out[m][n][2 * half] * factor,
+                         tile.out[m][n][2 * half + 1] * factor);
       }
     }
   }
+  if (kFeatures && a.deltas) return;
   __syncwarp();
-  constexpr int kChunks = kColumns / 8;
+  constexpr int kPerChunk = 16 / kSize, kChunks = kColumns / kPerChunk;
 #pragma unroll 4
   for (int i = lane; i < 16 * kRowTiles * kChunks; i += kWarpThreads) {
     const int row = warp_row + i / kChunks, chunk = i % kChunks;
-    if (row >= rows || chunk * 8 >= a.columns) continue;
+    if (row >= rows || chunk * kPerChunk >= a.columns) continue;
     if (a.merges && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count)) continue;
-    const uint4 value = *reinterpret_cast<const uint4*>(shared + chunk_offset<kColumns>(row, chunk));
+    const uint4 value = *reinterpret_cast<const uint4*>(shared + chunk_offset<kPitch>(row, chunk));
     T* const target = reinterpret_cast<T*>(a.out.data) +
                       a.out.offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head) +
-                      chunk * 8;
+                      chunk * kPerChunk;
     if (!kFeatures || a.aligned) {
       *reinterpret_cast<uint4*>(target) = value;
     } else {
       const T* const elements = reinterpret_cast<const T*>(&value);
 #pragma unroll
-      for (int column = 0; column < 8; ++column) target[column] = elements[column];
+      for (int column = 0; column < kPerChunk; ++column) target[column] = elements[column];
     }
   }
   announce(a, item);

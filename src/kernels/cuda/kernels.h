@@ -8,15 +8,35 @@
 
 namespace longspan::cuda {
 
-/// Rows of one forward item, and keys of one backward item, which the work table is made for.
-int forward_tile_rows(int columns);
-int backward_tile_keys(int columns);
+/// Rows of one forward item and keys of one backward item, which the work table is made for, and the shared memory that
+/// a block takes at most. `wide`: float32 storage. The shapes of the kernels are held to these where they are started.
+constexpr int tile_rows(bool wide, int columns) { return wide || columns > 128 ? 64 : 128; }
+inline constexpr int kQueryPassRows = 64;  // of dq in a pass of its own
+constexpr int forward_shared_bytes(bool wide, int columns) {
+  const int bytes = columns * (wide ? 4 : 2);
+  return (bytes <= 128 ? 48 : bytes <= 256 ? 64 : bytes <= 512 ? 96 : 128) * 1024;
+}
+constexpr int backward_shared_bytes(bool wide, int columns) {
+  if (wide) return (columns <= 64 ? 73 : 137) * 1024;
+  return (columns <= 64 ? 81 : columns <= 128 ? 161 : 145) * 1024;
+}
 
 /// `features`: anything the lean instantiation leaves out (see ForwardShape).
+using StartPass = cudaError_t (*)(const Launch& launch, bool features, cudaStream_t stream);
+using StartQueries = cudaError_t (*)(const Launch& launch, cudaStream_t stream);
 cudaError_t forward_bf16(const Launch& launch, bool features, cudaStream_t stream);
 cudaError_t forward_f16(const Launch& launch, bool features, cudaStream_t stream);
+cudaError_t forward_tf32(const Launch& launch, bool features, cudaStream_t stream);
+cudaError_t forward_f32(const Launch& launch, bool features, cudaStream_t stream);
 cudaError_t backward_bf16(const Launch& launch, bool features, cudaStream_t stream);
 cudaError_t backward_f16(const Launch& launch, bool features, cudaStream_t stream);
+cudaError_t backward_tf32(const Launch& launch, bool features, cudaStream_t stream);
+cudaError_t backward_f32(const Launch& launch, bool features, cudaStream_t stream);
+/// dq alone, each row written once.
+cudaError_t backward_queries_bf16(const Launch& launch, cudaStream_t stream);
+cudaError_t backward_queries_f16(const Launch& launch, cudaStream_t stream);
+cudaError_t backward_queries_tf32(const Launch& launch, cudaStream_t stream);
+cudaError_t backward_queries_f32(const Launch& launch, cudaStream_t stream);
 
 /// delta of every query row, zeros in accumulators and in dk and dv that nothing may write.
 cudaError_t prepare_backward(const Launch& launch, DType dtype, cudaStream_t stream);

@@ -71,9 +71,10 @@ struct DevicePiece {
 };
 
 /// Items first_item .. : entries x segments x heads x tiles of one branch in one range. Branch -1 fills uncovered rows.
+/// `chunk` strands at a time, tile by tile: where tiles differ in length, the long ones of a chunk then come first.
 struct Work {
-  std::int64_t first_item;
-  int branch, range, head_begin, head_count, first_segment, segments, tiles;
+  std::int64_t first_item, strands, chunk;
+  int branch, range, head_begin, head_step, head_count, first_segment, segments, tiles;
   int finished_before;  // items of earlier branches, per entry and head of the range
 };
 
@@ -110,6 +111,9 @@ struct Launch {
   std::uint32_t drop_threshold;
   int batch, tokens, heads, kv_heads, columns, branch_count, work_count, range_count, piece_count;
   bool causal, lengths_64, merges, aligned, detached, dropout, sum_keys, fill;
+  bool deltas;       // a forward that puts down delta of each branch instead of out
+  bool separate_dq;  // a backward whose dq is another launch's
+  bool descending;   // tiles of a strand, so that long ones come first
   DeviceBranch branches[kMaxBranches];
   DeviceRange ranges[kMaxRanges];
   Work work[kMaxWork];
@@ -126,6 +130,11 @@ struct Launch {
   }
   LONGSPAN_DEVICE std::int64_t packed_row(int entry, std::int64_t row, int head) const {
     return (static_cast<std::int64_t>(entry) * heads + head) * query_rows + row;
+  }
+  /// Where {lse, delta} of a row lies; with detached_mix every branch has its own.
+  LONGSPAN_DEVICE std::int64_t delta_row(int branch, int entry, std::int64_t row, int head) const {
+    return (detached ? branch * batch * static_cast<std::int64_t>(heads) * query_rows : 0) +
+           packed_row(entry, row, head);
   }
   LONGSPAN_DEVICE bool allowed(int entry, int position) const {
     return !key_mask || key_mask[entry * key_mask_batch + position * key_mask_row] != 0;
@@ -161,16 +170,19 @@ struct Launch {
     while (w + 1 < work_count && flat >= work[w + 1].first_item) ++w;
     const Work& entry_of = work[w];
     const std::int64_t local = flat - entry_of.first_item;
-    const std::int64_t strand = local / entry_of.tiles;
-    const int tile = static_cast<int>(local - strand * entry_of.tiles);
+    const std::int64_t first_strand = local / (entry_of.tiles * entry_of.chunk) * entry_of.chunk;
+    const std::int64_t left = entry_of.strands - first_strand, together = left < entry_of.chunk ? left : entry_of.chunk;
+    const std::int64_t within = local - first_strand * entry_of.tiles;
+    const int tile = static_cast<int>(within / together);
+    const std::int64_t strand = first_strand + within % together;
     const std::int64_t by_head = strand / entry_of.head_count;
     Item item;
     item.branch = entry_of.branch;
     item.range = entry_of.range;
-    item.head = entry_of.head_begin + static_cast<int>(strand - by_head * entry_of.head_count);
+    item.head = entry_of.head_begin + static_cast<int>(strand - by_head * entry_of.head_count) * entry_of.head_step;
     item.entry = static_cast<int>(by_head / entry_of.segments);
     item.segment = entry_of.first_segment + static_cast<int>(by_head % entry_of.segments);
-    item.tile = causal ? entry_of.tiles - 1 - tile : tile;  // longest first
+    item.tile = descending ? entry_of.tiles - 1 - tile : tile;
     item.finished_before = entry_of.finished_before;
     return item;
   }

@@ -11,6 +11,7 @@ namespace longspan::cuda {
 namespace {
 
 constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+constexpr std::int64_t kItemsByLength = 1024;  // a few times what runs at once, few enough that strands stay in L2
 constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
 
 int clamp(std::int64_t value) { return static_cast<int>(std::min(value, kMost)); }
@@ -115,10 +116,13 @@ void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges
   }
   if (tiling.rows == 0) return;
   int finished[kMaxRanges] = {};
+  launch.descending = launch.causal && !tiling.by_keys;
   const auto add = [&](Work work) {
     work.first_item = launch.items;
     const std::int64_t per_head = static_cast<std::int64_t>(work.segments) * work.tiles;
-    launch.items += per_head * work.head_count * launch.batch;
+    work.strands = static_cast<std::int64_t>(work.segments) * work.head_count * launch.batch;
+    work.chunk = launch.causal ? ceil_divide(kItemsByLength, work.tiles) : 1;
+    launch.items += work.strands * work.tiles;
     if (work.branch >= 0) finished[work.range] += clamp(per_head);
     launch.work[launch.work_count++] = work;
   };
@@ -132,14 +136,14 @@ void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges
       if (range.count == 0) continue;
       const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
       const std::int64_t rows = tiling.by_keys ? longest : std::min(longest, ceil_divide(range.count, branch.dilation));
-      add({0, b, r, branch.head_begin, branch.head_count, first, last - first + 1,
+      add({0, 0, 0, b, r, branch.head_begin, 1, branch.head_count, first, last - first + 1,
            clamp(ceil_divide(rows, tiling.rows)), finished[r]});
     }
   }
-  if (launch.fill && !tiling.by_keys) {
+  if (launch.fill && tiling.fills && !tiling.by_keys) {
     for (int r = 0; r < launch.range_count; ++r) {
       if (launch.ranges[r].count == 0) continue;
-      add({0, -1, r, 0, launch.heads, 0, 1, clamp(ceil_divide(launch.ranges[r].count, kFillRows)), 0});
+      add({0, 0, 0, -1, r, 0, 1, launch.heads, 0, 1, clamp(ceil_divide(launch.ranges[r].count, kFillRows)), 0});
     }
   }
   if (launch.items > kMost) {
@@ -208,13 +212,32 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix) {
     take(space.delta, queries * sizeof(float) * (plan.options().detached_mix ? plan.branches().size() : 1));
     return space;
   }
-  take(space.delta, queries * 2 * sizeof(float));
+  take(space.delta, queries * 2 * sizeof(float) * (plan.options().detached_mix ? plan.branches().size() : 1));
   take(space.dq, queries * columns);
   if (sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
     take(space.dk, keys * columns);
     take(space.dv, keys * columns);
   }
   return space;
+}
+
+void for_each_writer(const Launch& launch, int group, const std::function<void(const Launch&)>& run) {
+  Launch one = launch;
+  one.work_count = 1;
+  for (int w = 0; w < launch.work_count; ++w) {
+    const Work& all = launch.work[w];
+    for (int member = 0; member < group; ++member) {
+      Work& work = one.work[0] = all;
+      const int skip = (member - all.head_begin % group + group) % group;  // to the first head that is this member
+      work.head_begin = all.head_begin + skip;
+      work.head_step = group;
+      work.head_count = skip < all.head_count ? (all.head_count - skip - 1) / group + 1 : 0;
+      work.first_item = 0;
+      work.strands = static_cast<std::int64_t>(work.segments) * work.head_count * launch.batch;
+      one.items = work.strands * work.tiles;
+      if (one.items > 0) run(one);
+    }
+  }
 }
 
 void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {

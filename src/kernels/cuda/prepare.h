@@ -12,6 +12,7 @@ namespace longspan::cuda {
 struct Tiling {
   int rows = 0;  // of one item: query rows forward, keys backward; 0 for kernels without items
   bool by_keys = false;
+  bool fills = true;  // items for rows that no branch covers; never with by_keys
 };
 
 struct Workspace {
@@ -37,6 +38,10 @@ void for_each_launch(const ForwardArguments& arguments, Tiling tiling, bool matr
                      const std::function<void(Launch&)>& run);
 void for_each_launch(const BackwardArguments& arguments, Tiling tiling, bool matrix,
                      const std::function<void(Launch&)>& run);
+
+/// The same work in launches in each of which a row of dq, and of dk and dv, has one writer: branch by branch, range by
+/// range, and head by head of a group of `group` that shares its keys.
+void for_each_writer(const Launch& launch, int group, const std::function<void(const Launch&)>& run);
 
 /// Ranges one launch holds.
 std::size_t ranges_per_launch(const Plan& plan);

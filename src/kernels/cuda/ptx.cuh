@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace longspan::cuda {
 
@@ -43,8 +44,41 @@ __device__ __forceinline__ void load_fragment_transposed(Fragment& f, std::uint3
                : "memory");
 }
 
-/// c += a b with a 16 x 16 and b 16 x 8, sums in float32.
-template <class T>
+/// How numbers are multiplied: 16-bit types as they are; float32 rounded to TF32, or as sums of two TF32 numbers each,
+/// whose three larger products together are as exact as float32 products.
+struct Tf32 {};
+struct SplitFloat {};
+template <class Math>
+struct ElementOf {
+  using Type = Math;
+};
+template <>
+struct ElementOf<Tf32> {
+  using Type = float;
+};
+template <>
+struct ElementOf<SplitFloat> {
+  using Type = float;
+};
+template <class Math>
+using Element = typename ElementOf<Math>::Type;
+
+__device__ __forceinline__ void multiply_add_tf32(float (&c)[4], const Fragment& a, std::uint32_t b0,
+                                                  std::uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+/// To the nearest number of 11 bits; the instruction ignores the bits below them.
+__device__ __forceinline__ std::uint32_t to_tf32(std::uint32_t bits) { return bits + 0x1000u; }
+__device__ __forceinline__ std::uint32_t high_part(std::uint32_t bits) { return (bits + 0x1000u) & 0xffffe000u; }
+__device__ __forceinline__ std::uint32_t low_part(std::uint32_t bits) {
+  return to_tf32(__float_as_uint(__uint_as_float(bits) - __uint_as_float(high_part(bits))));
+}
+
+/// c += a b, sums in float32: a is 16 rows of 32 bytes, b as many numbers by 8.
+template <class Math>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment& a, std::uint32_t b0, std::uint32_t b1);
 template <>
 __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&c)[4], const Fragment& a, std::uint32_t b0,
@@ -62,6 +96,21 @@ __device__ __forceinline__ void multiply_add<__half>(float (&c)[4], const Fragme
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+template <>
+__device__ __forceinline__ void multiply_add<Tf32>(float (&c)[4], const Fragment& a, std::uint32_t b0,
+                                                   std::uint32_t b1) {
+  const Fragment rounded = {to_tf32(a[0]), to_tf32(a[1]), to_tf32(a[2]), to_tf32(a[3])};
+  multiply_add_tf32(c, rounded, to_tf32(b0), to_tf32(b1));
+}
+template <>
+__device__ __forceinline__ void multiply_add<SplitFloat>(float (&c)[4], const Fragment& a, std::uint32_t b0,
+                                                         std::uint32_t b1) {
+  const Fragment high = {high_part(a[0]), high_part(a[1]), high_part(a[2]), high_part(a[3])};
+  const Fragment low = {low_part(a[0]), low_part(a[1]), low_part(a[2]), low_part(a[3])};
+  multiply_add_tf32(c, low, high_part(b0), high_part(b1));
+  multiply_add_tf32(c, high, low_part(b0), low_part(b1));
+  multiply_add_tf32(c, high, high_part(b0), high_part(b1));
+}
 
 /// Two floats rounded to nearest, the first in the low half.
 template <class T>
@@ -75,6 +124,18 @@ template <>
 __device__ __forceinline__ std::uint32_t pack<__half>(float low, float high) {
   const __half2 both = __floats2half2_rn(low, high);
   return *reinterpret_cast<const std::uint32_t*>(&both);
+}
+
+__device__ __forceinline__ void store_shared(std::uint32_t target, std::uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(target), "r"(word) : "memory");
+}
+__device__ __forceinline__ void store_shared(std::uint32_t target, float2 pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(target), "f"(pair.x), "f"(pair.y) : "memory");
+}
+__device__ __forceinline__ std::uint32_t load_shared_word(std::uint32_t source) {
+  std::uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(word) : "r"(source) : "memory");
+  return word;
 }
 
 __device__ __forceinline__ float as_float(float value) { return value; }

@@ -7,13 +7,6 @@
 namespace longspan::cuda {
 namespace {
 
-template <class Body>
-cudaError_t with_storage(DType dtype, Body&& body) {
-  if (dtype == DType::f32) return body.template operator()<float>();
-  if (dtype == DType::bf16) return body.template operator()<__nv_bfloat16>();
-  return body.template operator()<__half>();
-}
-
 constexpr int kThreads = kSimtWarps * kLanes;
 
 std::int64_t blocks_for(std::int64_t rows) { return (rows + kSimtWarps - 1) / kSimtWarps; }

@@ -1,12 +1,24 @@
-// Starting a kernel: shared memory beyond a default of 48 KB (static included) has to be asked for, once per device.
+// Starting a kernel: the storage type becomes a template argument, and shared memory beyond a default of 48 KB (static
+// included) has to be asked for, once per device.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <atomic>
 #include <cstdint>
 
+#include "longspan/tensor_view.h"
+
 namespace longspan::cuda {
+
+template <class Body>
+cudaError_t with_storage(DType dtype, Body&& body) {
+  if (dtype == DType::f32) return body.template operator()<float>();
+  if (dtype == DType::bf16) return body.template operator()<__nv_bfloat16>();
+  return body.template operator()<__half>();
+}
 
 template <auto kKernel, class... Arguments>
 cudaError_t start(std::int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,

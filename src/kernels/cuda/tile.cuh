@@ -1,32 +1,61 @@
-// Tiles of 16-bit rows in shared memory: loading strided rows, reading fragments, and the order of items.
-//   A row takes kColumns * 2 bytes; its 16-byte chunk c lies at place c ^ (row mod 8), so that eight rows of one chunk,
-//   which is what a fragment load touches, are in different banks.
+// Tiles of rows in shared memory: loading strided rows, reading fragments, products of tiles, and the order of items.
+//   A row takes kPitch bytes, a multiple of 128; its 16-byte chunk c lies at place c ^ (row mod 8), so that eight rows
+//   of one chunk, which is what a fragment load touches, are in different banks. A step is 32 bytes of each row: 16
+//   numbers of 16 bits or 8 of float32, what one instruction multiplies.
 #pragma once
 
 #include "kernels/cuda/fill.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/ptx.cuh"
+#include "util/philox.h"
 
 namespace longspan::cuda {
 
-template <int kColumns>
+template <class Math>
+inline constexpr bool kWide = sizeof(Element<Math>) == 4;
+template <class Math>
+inline constexpr int kStepSize = 32 / static_cast<int>(sizeof(Element<Math>));
+template <class Math>
+constexpr int pitch_of(int columns) {
+  return (columns * static_cast<int>(sizeof(Element<Math>)) + 127) / 128 * 128;
+}
+
+template <int kPitch>
 __device__ __forceinline__ std::uint32_t chunk_offset(int row, int chunk) {
-  return static_cast<std::uint32_t>(row * (kColumns * 2) + ((chunk ^ (row & 7)) << 4));
+  return static_cast<std::uint32_t>(row * kPitch + ((chunk ^ (row & 7)) << 4));
+}
+/// Where a pair of columns lies that one thread has of an accumulator block: columns 8 * block + 2 * (lane mod 4) ..
+template <class Math, int kPitch>
+__device__ __forceinline__ std::uint32_t pair_offset(int row, int block) {
+  const int lane = threadIdx.x % kWarpThreads;
+  if constexpr (kWide<Math>) return chunk_offset<kPitch>(row, block * 2 + (lane % 4) / 2) + (lane & 1) * 8;
+  else return chunk_offset<kPitch>(row, block) + (lane % 4) * 4;
+}
+template <class Math>
+__device__ __forceinline__ void store_pair(std::uint32_t target, float first, float second) {
+  if constexpr (kWide<Math>) store_shared(target, make_float2(first, second));
+  else store_shared(target, pack<Element<Math>>(first, second));
 }
 
 /// 16 bytes of a row, wherever the row lies: asynchronous if aligned, by elements otherwise. Columns past the last are
 /// 0.
-template <bool kFeatures>
+template <class T, bool kFeatures>
 __device__ __forceinline__ void load_chunk(std::uint32_t target, const char* row, int chunk, bool valid, int columns,
                                            bool aligned) {
-  valid = valid && chunk * 8 < columns;
+  valid = valid && chunk * static_cast<int>(16 / sizeof(T)) < columns;
   if constexpr (kFeatures) {
     if (!aligned) {
       std::uint32_t words[4] = {0, 0, 0, 0};
       if (valid) {
-        const std::uint16_t* const source = reinterpret_cast<const std::uint16_t*>(row) + chunk * 8;
+        if constexpr (sizeof(T) == 4) {
+          const std::uint32_t* const source = reinterpret_cast<const std::uint32_t*>(row) + chunk * 4;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = source[2 * i] | static_cast<std::uint32_t>(source[2 * i + 1]) << 16;
+          for (int i = 0; i < 4; ++i) words[i] = source[i];
+        } else {
+          const std::uint16_t* const source = reinterpret_cast<const std::uint16_t*>(row) + chunk * 8;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = source[2 * i] | static_cast<std::uint32_t>(source[2 * i + 1]) << 16;
+        }
       }
       asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                    "r"(words[3])
@@ -37,49 +66,210 @@ __device__ __forceinline__ void load_chunk(std::uint32_t target, const char* row
   copy_async(target, valid ? row + chunk * 16 : row, valid);
 }
 
-/// Rows first .. first + kRows - 1 of an arithmetic progression: address base + index * step bytes; zeros from `count`
-/// on.
-template <int kColumns, int kRows, int kThreads, bool kFeatures>
-__device__ __forceinline__ void load_rows(std::uint32_t target, const char* base, std::int64_t step, int first,
-                                          int count, int columns, bool aligned) {
-  constexpr int kChunks = kColumns / 8, kStep = kThreads / kChunks;
-  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
-  const int chunk = threadIdx.x % kChunks, begin = threadIdx.x / kChunks;
+/// Calls body(row, chunk) for each chunk of a tile that this thread loads.
+template <class Math, int kColumns, int kRows, int kThreads, class Body>
+__device__ __forceinline__ void for_each_chunk(Body&& body) {
+  constexpr int kPlaces = pitch_of<Math>(kColumns) / 16, kStep = kThreads / kPlaces;
+  static_assert(kThreads % kPlaces == 0);
+  const int chunk = threadIdx.x % kPlaces, begin = threadIdx.x / kPlaces;
+  if (chunk >= kColumns / (16 / static_cast<int>(sizeof(Element<Math>)))) return;
 #pragma unroll
-  for (int i = 0; i < kRows / kStep; ++i) {
+  for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
     const int row = begin + i * kStep;
-    const bool valid = first + row < count;
-    const char* const source = valid ? base + (first + row) * step : base;
-    load_chunk<kFeatures>(target + chunk_offset<kColumns>(row, chunk), source, chunk, valid, columns, aligned);
+    if (kRows % kStep == 0 || row < kRows) body(row, chunk);
   }
 }
 
-/// The A operand: rows row .. row + 15, columns 16 * step ..
-template <int kColumns>
+/// Rows first .. first + kRows - 1 of an arithmetic progression: address base + index * step bytes; zeros from `count`
+/// on.
+template <class Math, int kColumns, int kRows, int kThreads, bool kFeatures>
+__device__ __forceinline__ void load_rows(std::uint32_t target, const char* base, std::int64_t step, int first,
+                                          int count, int columns, bool aligned) {
+  for_each_chunk<Math, kColumns, kRows, kThreads>([&](int row, int chunk) {
+    const bool valid = first + row < count;
+    const char* const source = valid ? base + (first + row) * step : base;
+    load_chunk<Element<Math>, kFeatures>(target + chunk_offset<pitch_of<Math>(kColumns)>(row, chunk), source, chunk,
+                                         valid, columns, aligned);
+  });
+}
+
+/// Row `key` of a strand in k and v, wherever it lies; false if it is past the end, masked, or in no piece of this
+/// call.
+__device__ __forceinline__ bool find_key(const Launch& a, const Item& item, const StrandRows& strand, int key, int size,
+                                         const char*& k_row, const char*& v_row) {
+  k_row = v_row = a.q.data;  // something to point at
+  const int position = strand.start + key * strand.stride;
+  if (key >= strand.count || !a.allowed(item.entry, position)) return false;
+  a.key_row(item.entry, item.head / (a.heads / a.kv_heads), position, size, k_row, v_row);
+  if (k_row) return true;
+  k_row = v_row = a.q.data;
+  return false;
+}
+
+/// What ALiBi and dropout do to a pair of rows of one strand.
+struct PairRules {
+  const Launch& a;
+  const Item& item;
+  const StrandRows& strand;
+  float slope;
+  DropoutRule dropout;
+  __device__ __forceinline__ PairRules(const Launch& launch, const Item& of, const StrandRows& rows)
+      : a(launch),
+        item(of),
+        strand(rows),
+        slope(launch.alibi ? launch.alibi[of.head * launch.alibi_head] * kLog2E : 0.0f),
+        dropout(0.0, launch.seed_pointer ? *launch.seed_pointer : launch.seed) {
+    dropout.threshold = launch.drop_threshold;
+  }
+  __device__ __forceinline__ float bias(int query, int key) const {
+    return a.alibi ? slope * static_cast<float>(abs(query - key) * static_cast<std::int64_t>(strand.stride)) : 0.0f;
+  }
+  __device__ __forceinline__ PhiloxBlock words(int query, int key) const {
+    return dropout.words(strand.start + query * strand.stride, key / 4, item.branch * a.heads + item.head, item.entry);
+  }
+  __device__ __forceinline__ float factor(std::uint32_t word) const {
+    return word >= dropout.threshold ? a.keep_factor : 0.0f;
+  }
+  __device__ __forceinline__ float factor(int query, int key) const {
+    if (!a.dropout) return 1.0f;
+    const PhiloxBlock block = words(query, key);
+    const std::uint32_t low = key & 1 ? block[1] : block[0], high = key & 1 ? block[3] : block[2];
+    return factor(key & 2 ? high : low);
+  }
+};
+
+/// The A operand: rows row .. row + 15, one step of columns.
+template <int kPitch>
 __device__ __forceinline__ void load_a(Fragment& f, std::uint32_t tile, int row, int step) {
   const int lane = threadIdx.x % kWarpThreads;
-  load_fragment(f, tile + chunk_offset<kColumns>(row + (lane & 15), step * 2 + (lane >> 4)));
+  load_fragment(f, tile + chunk_offset<kPitch>(row + (lane & 15), step * 2 + (lane >> 4)));
 }
 /// The B operand from rows that are its columns (the tile holds B transposed): f[0..1] for rows row .., f[2..3] for row
 /// + 8 ..
-template <int kColumns>
+template <int kPitch>
 __device__ __forceinline__ void load_b_transposed(Fragment& f, std::uint32_t tile, int row, int step) {
   const int lane = threadIdx.x % kWarpThreads;
-  load_fragment(f, tile + chunk_offset<kColumns>(row + (lane & 7) + ((lane >> 4) << 3), step * 2 + ((lane >> 3) & 1)));
+  load_fragment(f, tile + chunk_offset<kPitch>(row + (lane & 7) + ((lane >> 4) << 3), step * 2 + ((lane >> 3) & 1)));
 }
-/// The B operand from rows that are its rows: k = row .. row + 15, f[0..1] for columns 16 * block .., f[2..3] for the
-/// next 8.
-template <int kColumns>
+
+/// Below, a step is one of rows. 16-bit fragments are transposed by the load; float32 ones are read word by word, with
+/// the rows of a step in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a thread's two accumulator columns are its two
+/// rows.
+template <int kPitch>
+__device__ __forceinline__ std::uint32_t load_word(std::uint32_t tile, int row, int column) {
+  return load_shared_word(tile + chunk_offset<kPitch>(row, column >> 2) + (column & 3) * 4);
+}
+/// The B operand from rows that are its rows: f[0..1] for columns 16 * block .., f[2..3] for the next 8.
+template <class Math, int kPitch>
 __device__ __forceinline__ void load_b(Fragment& f, std::uint32_t tile, int row, int block) {
   const int lane = threadIdx.x % kWarpThreads;
-  load_fragment_transposed(f, tile + chunk_offset<kColumns>(row + (lane & 15), block * 2 + (lane >> 4)));
+  if constexpr (kWide<Math>) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      f[i] = load_word<kPitch>(tile, row + (lane % 4) * 2 + i % 2, block * 16 + i / 2 * 8 + lane / 4);
+  } else {
+    load_fragment_transposed(f, tile + chunk_offset<kPitch>(row + (lane & 15), block * 2 + (lane >> 4)));
+  }
 }
-/// The A operand from a tile that holds it transposed: A rows 16 * block .., A columns row .. row + 15.
-template <int kColumns>
-__device__ __forceinline__ void load_a_transposed(Fragment& f, std::uint32_t tile, int row, int block) {
+/// The A operand from a tile that holds it transposed: A rows first .., A columns row ..
+template <class Math, int kPitch>
+__device__ __forceinline__ void load_a_transposed(Fragment& f, std::uint32_t tile, int row, int first) {
   const int lane = threadIdx.x % kWarpThreads;
-  load_fragment_transposed(
-      f, tile + chunk_offset<kColumns>(row + (lane & 7) + ((lane >> 4) << 3), block * 2 + ((lane >> 3) & 1)));
+  if constexpr (kWide<Math>) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      f[i] = load_word<kPitch>(tile, row + (lane % 4) * 2 + i / 2, first + i % 2 * 8 + lane / 4);
+  } else {
+    load_fragment_transposed(
+        f, tile + chunk_offset<kPitch>(row + (lane & 7) + ((lane >> 4) << 3), first / 8 + ((lane >> 3) & 1)));
+  }
+}
+/// The A operand from accumulators: columns of one step.
+template <class Math, int kBlocks>
+__device__ __forceinline__ void weights_of(Fragment& f, const float (&blocks)[kBlocks][4], int step) {
+  if constexpr (kWide<Math>) {
+    f[0] = __float_as_uint(blocks[step][0]), f[1] = __float_as_uint(blocks[step][2]);
+    f[2] = __float_as_uint(blocks[step][1]), f[3] = __float_as_uint(blocks[step][3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      f[i] = pack<Element<Math>>(blocks[2 * step + i / 2][i % 2 * 2], blocks[2 * step + i / 2][i % 2 * 2 + 1]);
+  }
+}
+
+template <int kRowTiles, int kBlocks>
+__device__ __forceinline__ void clear(float (&sums)[kRowTiles][kBlocks][4]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+}
+
+/// sums = rows a_row .. of one tile times rows b_row .. of another, over kColumns.
+template <class Math, int kColumns, int kRowTiles, int kBlocks>
+__device__ __forceinline__ void multiply_rows(float (&sums)[kRowTiles][kBlocks][4], std::uint32_t a_tile, int a_row,
+                                              std::uint32_t b_tile, int b_row) {
+  constexpr int kPitch = pitch_of<Math>(kColumns);
+  clear(sums);
+#pragma unroll
+  for (int step = 0; step < kColumns / kStepSize<Math>; ++step) {
+    Fragment a[kRowTiles];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) load_a<kPitch>(a[m], a_tile, a_row + 16 * m, step);
+#pragma unroll
+    for (int n = 0; n < kBlocks / 2; ++n) {
+      Fragment b;
+      load_b_transposed<kPitch>(b, b_tile, b_row + n * 16, step);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        multiply_add<Math>(sums[m][2 * n], a[m], b[0], b[1]);
+        multiply_add<Math>(sums[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+/// sums += weights * tile: rows row .. of the tile, kSteps of them, columns first_column ..; weights(fragment, m, step)
+/// gives the A operand. Matrix units cut sums off instead of rounding: where that would show, float32 adds up by step.
+template <class Math, int kPitch, int kSteps, int kRowTiles, int kBlocks, class Weights>
+__device__ __forceinline__ void accumulate(float (&sums)[kRowTiles][kBlocks][4], Weights&& weights, std::uint32_t tile,
+                                           int row, int first_column) {
+  constexpr bool kExact = std::is_same_v<Math, SplitFloat>;
+  constexpr int kGroup = kExact && kBlocks > 4 ? 4 : kBlocks;
+  static_assert(kBlocks % kGroup == 0 && kBlocks % 2 == 0);
+#pragma unroll
+  for (int group = 0; group < kBlocks; group += kGroup) {
+    float part[kExact ? kRowTiles : 1][kExact ? kGroup : 1][4];
+    if constexpr (kExact) clear(part);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      Fragment a[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) weights(a[m], m, step);
+#pragma unroll
+      for (int n = 0; n < kGroup; n += 2) {
+        Fragment b;
+        load_b<Math, kPitch>(b, tile, row + step * kStepSize<Math>, (first_column + (group + n) * 8) / 16);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if constexpr (kExact) multiply_add<Math>(part[m][n + i], a[m], b[2 * i], b[2 * i + 1]);
+            else multiply_add<Math>(sums[m][group + n + i], a[m], b[2 * i], b[2 * i + 1]);
+          }
+      }
+    }
+    if constexpr (kExact) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kGroup; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[m][group + n][i] += part[m][n][i];
+    }
+  }
 }
 
 /// The item of this block. Items that wait for others are handed out in order, so that what they wait for has started.

@@ -6,13 +6,14 @@
 #include "command.h"
 #include "console.h"
 #include "files/output.h"
+#include "gpu/gpu.h"
 #include "interrupt.h"
 #include "json.h"
 #include "kernels/kernel.h"
 #include "longspan/error.h"
+#include "machine.h"
 #include "problem_options.h"
 #include "tensor.h"
-#include "timing.h"
 
 namespace longspan::cli {
 namespace {
@@ -23,10 +24,17 @@ struct AttendCommand {
   bool json = false;
 };
 
-/// An input with the view that the operator takes.
+/// An input with the view that the operator takes: of the file's memory, or of a copy on a GPU.
 struct Input {
   Array array;
+  Tensor copy;
   ConstTensorView view;
+
+  void place(std::string_view name, Device device) {
+    if (device.type == DeviceType::cpu || !view.given()) return;
+    copy = Tensor::copy_of(name, view, device);
+    view = copy.view();
+  }
 };
 
 std::string shape_text(const Array& array) { return fmt::format("[{}]", fmt::join(array.header.shape, ", ")); }
@@ -122,11 +130,11 @@ void check_output_is_no_input(const AttendCommand& command) {
 
 int run(const AttendCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
-  require_host(choice.device);
+  require_device(choice.device);
   check_output_is_no_input(command);
-  const Input q = read_rows("q", command.q, command, choice);
-  const Input k = read_rows("k", command.k, command, choice);
-  const Input v = read_rows("v", command.v, command, choice);
+  Input q = read_rows("q", command.q, command, choice);
+  Input k = read_rows("k", command.k, command, choice);
+  Input v = read_rows("v", command.v, command, choice);
   check_shape_options(command, choice, q, k);
 
   Call call;
@@ -134,27 +142,46 @@ int run(const AttendCommand& command) {
   call.dropout_seed = choice.seed;
   const std::vector<RowRange> ranges = parse_ranges(command.query_ranges);
   call.query_ranges = ranges;
-  Array lengths, key_mask, alibi;
+  Array lengths;  // stays on the host, where its values are checked
+  Input key_mask, alibi;
   if (!command.lengths.empty()) {
     lengths = read_extra("lengths", command.lengths, 1, {DType::i32, DType::i64});
     call.lengths = ConstTensorView::per_batch(lengths.data, lengths.header.dtype, lengths.header.shape[0]);
   }
   if (!command.key_mask.empty()) {
-    key_mask = read_extra("key-mask", command.key_mask, 2, {DType::boolean});
-    call.key_mask = ConstTensorView::mask(key_mask.data, key_mask.header.shape[0], key_mask.header.shape[1]);
+    key_mask.array = read_extra("key-mask", command.key_mask, 2, {DType::boolean});
+    const auto& shape = key_mask.array.header.shape;
+    key_mask.view = ConstTensorView::mask(key_mask.array.data, shape[0], shape[1]);
   }
   if (!command.alibi.empty()) {
-    alibi = read_extra("alibi-slopes", command.alibi, 1, {DType::f32});
-    call.alibi_slopes = ConstTensorView::per_head(alibi.data, alibi.header.shape[0]);
+    alibi.array = read_extra("alibi-slopes", command.alibi, 1, {DType::f32});
+    alibi.view = ConstTensorView::per_head(alibi.array.data, alibi.array.header.shape[0]);
   }
+  q.place("q", choice.device);
+  k.place("k", choice.device);
+  v.place("v", choice.device);
+  key_mask.place("key-mask", choice.device);
+  alibi.place("alibi-slopes", choice.device);
+  call.key_mask = key_mask.view;
+  call.alibi_slopes = alibi.view;
 
   const DType dtype = q.view.dtype;
-  const Tensor out("out", dtype, choice.layout, q.view.batch(), q.view.rows(), q.view.heads(), q.view.columns());
-  std::optional<Tensor> lse;
-  if (!command.lse.empty()) {
-    lse = Tensor::lse("lse", q.view.batch(), q.view.rows(), q.view.heads(),
-                      dtype == DType::f64 ? DType::f64 : DType::f32);
+  const auto make_out = [&](Device device) {
+    return Tensor("out", dtype, choice.layout, q.view.batch(), q.view.rows(), q.view.heads(), q.view.columns(), device);
+  };
+  const auto make_lse = [&](Device device) {
+    return Tensor::lse("lse", q.view.batch(), q.view.rows(), q.view.heads(),
+                       dtype == DType::f64 ? DType::f64 : DType::f32, device);
+  };
+  const Tensor out = make_out({});
+  std::optional<Tensor> lse, gpu_out, gpu_lse;
+  if (!command.lse.empty()) lse = make_lse({});
+  if (choice.device.type == DeviceType::cuda) {
+    gpu_out = make_out(choice.device);
+    if (lse) gpu_lse = make_lse(choice.device);
   }
+  const TensorView out_view = gpu_out ? gpu_out->view() : out.view();
+  const TensorView lse_view = gpu_lse ? gpu_lse->view() : lse ? lse->view() : TensorView{};
   const bool batched = q.array.header.shape.size() == 4;
   ArrayWriter writer;
   writer.add(command.out, dtype, q.array.header.shape, out.data());
@@ -172,17 +199,22 @@ int run(const AttendCommand& command) {
       progress.update(fraction);
       return true;
     };
-    const Stopwatch watch;
-    attention.forward(q.view, k.view, v.view, out.view(), lse ? lse->view() : TensorView{}, call);
-    seconds = watch.seconds();
+    seconds = seconds_on(choice.device, [&] { attention.forward(q.view, k.view, v.view, out_view, lse_view, call); });
   }
+  if (gpu_out) out.copy_from(*gpu_out);
+  if (gpu_lse) lse->copy_from(*gpu_lse);
   writer.commit();
 
   const auto plan = attention.plan(Attention::problem(q.view, k.view, call));
   const std::string kernel(plan->kernel(Pass::forward)->name);
   if (command.json) {
-    Json json = {{"out", command.out}, {"shape", q.array.header.shape},         {"dtype", name_of(dtype)},
-                 {"kernel", kernel},   {"pattern", choice.pattern.to_string()}, {"seconds", seconds}};
+    Json json = {{"out", command.out},
+                 {"shape", q.array.header.shape},
+                 {"dtype", name_of(dtype)},
+                 {"kernel", kernel},
+                 {"pattern", choice.pattern.to_string()},
+                 {"seconds", seconds},
+                 {"device", to_string(choice.device)}};
     if (lse) json["lse"] = command.lse;
     print_json(json);
   } else {

@@ -1,11 +1,14 @@
 // longspan bench: forward and backward, GFLOP/s and the fraction of a peak measured in the same run.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "command.h"
 #include "console.h"
+#include "gpu/gpu.h"
 #include "interrupt.h"
 #include "json.h"
 #include "kernels/kernel.h"
@@ -16,7 +19,6 @@
 #include "peak.h"
 #include "problem_options.h"
 #include "tensor.h"
-#include "timing.h"
 
 namespace longspan::cli {
 namespace {
@@ -35,40 +37,81 @@ struct Timing {
   std::string kernel;
   double median_seconds = 0;
   double best_seconds = 0;
+  double sustained_seconds = 0;  ///< GPUs: of one call among many back to back, where the card meets its power cap
   double flops = 0;
   double extra_bytes = 0;
   double gflops() const { return flops / median_seconds * 1e-9; }
 };
 
-/// Runs once to warm up, then several times.
+/// What the library's pool has lent at most since `reset`.
+double peak_used_bytes(Device device, bool reset) {
+  if (reset) device.type == DeviceType::cpu ? host_memory::reset_peak() : device_memory::reset_peak(device.index);
+  return static_cast<double>(device.type == DeviceType::cpu ? host_memory::statistics().peak_used_bytes
+                                                            : device_memory::statistics(device.index).peak_used_bytes);
+}
+
+/// Runs to warm up, then several times; GPUs rest before the first, and then run without a rest.
 template <class Body>
-Timing measure(std::string_view kernel, double flops, int repeats, Progress& progress, double progress_begin,
-               double progress_end, Body&& body) {
-  host_memory::reset_peak();
-  const std::size_t before = host_memory::statistics().used_bytes;
+Timing measure(std::string_view kernel, double flops, int repeats, Device device, Progress& progress,
+               double progress_begin, double progress_end, Body&& body) {
+  constexpr double kSustainedSeconds = 0.15;
+  const bool gpu = device.type == DeviceType::cuda;
+  const double before = peak_used_bytes(device, true);
   std::vector<double> seconds;
-  for (int repeat = -1; repeat < repeats; ++repeat) {
+  for (int repeat = gpu ? -3 : -1; repeat < repeats; ++repeat) {
     stop_if_interrupted();
-    progress.update(progress_begin + (progress_end - progress_begin) * (repeat + 1) / (repeats + 1));
-    const Stopwatch watch;
-    body();
-    if (repeat >= 0) seconds.push_back(watch.seconds());
+    progress.update(progress_begin + (progress_end - progress_begin) * std::max(repeat + 1, 0) / (repeats + 1));
+    if (gpu && repeat == 0) std::this_thread::sleep_for(std::chrono::milliseconds(250));
+    const double taken = seconds_on(device, body);
+    if (repeat >= 0) seconds.push_back(taken);
   }
   std::sort(seconds.begin(), seconds.end());
-  const std::size_t peak = host_memory::statistics().peak_used_bytes;
-  return {std::string(kernel), seconds[seconds.size() / 2], seconds.front(), flops, static_cast<double>(peak - before)};
+  Timing timing{std::string(kernel),
+                seconds[seconds.size() / 2],
+                seconds.front(),
+                0,
+                flops,
+                peak_used_bytes(device, false) - (gpu ? 0 : before)};
+  timing.sustained_seconds = timing.median_seconds;
+  if (gpu) {
+    const int calls = std::clamp(static_cast<int>(kSustainedSeconds / timing.best_seconds), 3, 1000);
+    timing.sustained_seconds = seconds_on(device,
+                                          [&] {
+                                            for (int call = 0; call < calls; ++call) body();
+                                          }) /
+                               calls;
+  }
+  return timing;
 }
 
 Json describe_timing(const Timing& timing, double peak) {
   return {{"kernel", timing.kernel},
           {"seconds", timing.median_seconds},
           {"best_seconds", timing.best_seconds},
+          {"sustained_seconds", timing.sustained_seconds},
           {"flops", timing.flops},
           {"gflops", timing.gflops()},
           {"peak_gflops", peak},
           {"fraction_of_peak", timing.gflops() / peak},
           {"extra_bytes", timing.extra_bytes}};
 }
+
+/// What GFLOP/s are a fraction of. Measured before and after the runs, since clocks move: the higher counts.
+struct Peak {
+  double gflops = 0;
+  std::string source;
+
+  void measure(Device device, DType dtype) {
+    if (device.type == DeviceType::cuda) {
+      const GpuPeak found = measured_gpu_peak(device, dtype);
+      gflops = std::max(gflops, found.gflops);
+      source = found.source;
+    } else {
+      gflops = std::max(gflops, measured_peak_gflops(dtype, num_threads()));
+      source = "multiply-adds of vectors on registers";
+    }
+  }
+};
 
 int run(const BenchCommand& command) {
   if (command.what == "dense") {
@@ -80,7 +123,7 @@ int run(const BenchCommand& command) {
     }
   }
   ProblemChoice choice = command.problem.resolve();
-  require_host(choice.device);
+  require_device(choice.device);
   if (command.what == "dense") choice.pattern = Pattern::dense();
   if (command.repeats < 1)
     throw InvalidArgument("repeats", fmt::format("--repeats is {}: give at least 1", command.repeats));
@@ -88,6 +131,7 @@ int run(const BenchCommand& command) {
   const Attention attention(choice.pattern, choice.options);
   const auto plan = attention.plan(shape);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
+    if (pass == Pass::backward && command.forward_only) continue;
     if (plan->kernel(pass) == nullptr) throw Unsupported(plan->why_no_kernel(pass));
   }
   if (shape.tokens == 0 || shape.batch == 0)
@@ -99,25 +143,27 @@ int run(const BenchCommand& command) {
   call.cancel = &interrupted();
   call.dropout_seed = choice.seed;
   std::vector<Timing> timings;
-  double peak = 0;
+  Peak peak;
   std::optional<double> tile_peak;
   {
     Progress progress("bench");
-    peak = measured_peak_gflops(shape.dtype, num_threads());
-    timings.push_back(measure(plan->kernel(Pass::forward)->name, totals.forward_flops, command.repeats, progress, 0.0,
-                              command.forward_only ? 1.0 : 0.3, [&] {
+    peak.measure(shape.device, shape.dtype);
+    timings.push_back(measure(plan->kernel(Pass::forward)->name, totals.forward_flops, command.repeats, shape.device,
+                              progress, 0.0, command.forward_only ? 1.0 : 0.3, [&] {
                                 attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(),
                                                   work.lse.view(), call);
                               }));
     if (!command.forward_only) {
-      timings.push_back(
-          measure(plan->kernel(Pass::backward)->name, totals.backward_flops, command.repeats, progress, 0.3, 1.0, [&] {
-            attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(),
-                               work.dout.view(), work.dq.view(), work.dk.view(), work.dv.view(), call);
-          }));
+      timings.push_back(measure(plan->kernel(Pass::backward)->name, totals.backward_flops, command.repeats,
+                                shape.device, progress, 0.3, 1.0, [&] {
+                                  attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(),
+                                                     work.lse.view(), work.dout.view(), work.dq.view(), work.dk.view(),
+                                                     work.dv.view(), call);
+                                }));
     }
-    peak = std::max(peak, measured_peak_gflops(shape.dtype, num_threads()));  // before and after: clocks move
-    if (shape.dtype == DType::bf16) tile_peak = measured_tile_peak_gflops(num_threads());
+    peak.measure(shape.device, shape.dtype);
+    if (shape.dtype == DType::bf16 && shape.device.type == DeviceType::cpu)
+      tile_peak = measured_tile_peak_gflops(num_threads());
   }
   Timing whole;
   for (const Timing& timing : timings) {
@@ -133,42 +179,53 @@ int run(const BenchCommand& command) {
                  {"problem", describe(shape)},
                  {"options", describe(choice.options)},
                  {"machine", machine_summary()},
+                 {"device", device_summary(shape.device)},
                  {"threads", num_threads()},
                  {"kernel", timings.front().kernel},
                  {"repeats", command.repeats},
                  {"pairs", totals.pairs},
                  {"seconds", whole.median_seconds},
                  {"gflops", whole.gflops()},
-                 {"peak_gflops", peak},
-                 {"fraction_of_peak", whole.gflops() / peak},
+                 {"peak_gflops", peak.gflops},
+                 {"peak_source", peak.source},
+                 {"fraction_of_peak", whole.gflops() / peak.gflops},
                  {"extra_bytes", whole.extra_bytes}};
+    if (shape.device.type == DeviceType::cuda) json["gpu_driver"] = gpu_driver();
     if (tile_peak) {
       json["tile_peak_gflops"] = *tile_peak;
       json["fraction_of_tile_peak"] = whole.gflops() / *tile_peak;
     }
-    json["forward"] = describe_timing(timings[0], peak);
-    if (timings.size() > 1) json["backward"] = describe_timing(timings[1], peak);
+    json["forward"] = describe_timing(timings[0], peak.gflops);
+    if (timings.size() > 1) json["backward"] = describe_timing(timings[1], peak.gflops);
     print_json(json);
     return kSuccess;
   }
   print("{}{}, {} tokens, batch {}, {} heads of {}, {}\n", bold(choice.pattern.to_string()),
         choice.options.causal ? ", causal" : "", with_commas(static_cast<double>(shape.tokens)), shape.batch,
         shape.heads, shape.head_dim, name_of(shape.dtype));
-  print("{}, {} threads, FMA peak {:.1f} GFLOP/s{}, measured in this run\n\n", machine_summary(), num_threads(), peak,
-        tile_peak ? fmt::format(" ({:.0f} on AMX tiles)", *tile_peak) : "");
-  Table table({{"pass", Align::left},
-               {"kernel", Align::left},
-               {"median"},
-               {"best"},
-               {"GFLOP/s"},
-               {"of FMA peak"},
-               {"extra memory"}});
+  const bool gpu = shape.device.type == DeviceType::cuda;
+  const double unit = gpu ? 1e-3 : 1;
+  const char* const per_second = gpu ? "TFLOP/s" : "GFLOP/s";
+  print("{}, {}; peak {:.1f} {}{}, measured in this run: {}\n\n", gpu ? to_string(shape.device) : machine_summary(),
+        device_summary(shape.device), peak.gflops * unit, per_second,
+        tile_peak ? fmt::format(" ({:.0f} on AMX tiles)", *tile_peak) : "", peak.source);
+  std::vector<Table::Column> columns = {
+      {"pass", Align::left}, {"kernel", Align::left}, {"median"}, {"best"}, {per_second},
+      {"of peak"},           {"extra memory"}};
+  if (gpu) columns.insert(columns.begin() + 5, {"sustained"});
+  Table table(columns);
   const char* names[] = {"forward", "backward"};
   for (std::size_t i = 0; i < timings.size(); ++i) {
     const Timing& timing = timings[i];
-    table.add({names[i], timing.kernel, short_duration(timing.median_seconds), short_duration(timing.best_seconds),
-               fmt::format("{:.1f}", timing.gflops()), fmt::format("{:.1f}%", 100 * timing.gflops() / peak),
-               short_bytes(timing.extra_bytes)});
+    std::vector<std::string> cells = {names[i],
+                                      timing.kernel,
+                                      short_duration(timing.median_seconds),
+                                      short_duration(timing.best_seconds),
+                                      fmt::format("{:.1f}", timing.gflops() * unit),
+                                      fmt::format("{:.1f}%", 100 * timing.gflops() / peak.gflops),
+                                      short_bytes(timing.extra_bytes)};
+    if (gpu) cells.insert(cells.begin() + 5, fmt::format("{:.1f}", timing.flops / timing.sustained_seconds * 1e-12));
+    table.add(std::move(cells));
   }
   print_text(table.to_string());
   return kSuccess;
@@ -181,7 +238,9 @@ Command add_bench(CLI::App& app) {
       app.add_subcommand("bench", "Time forward and backward, with GFLOP/s and the fraction of the peak");
   parser->footer(
       "\nFLOPs are 4 (forward) and 10 (backward) x pairs x head-dim; times are medians. Default: 8192 tokens.\n"
-      "Example: longspan bench dilated --tokens 64K --dtype bf16 --json");
+      "On a GPU the peak is that of a matrix product by cuBLAS, where the machine has it.\n"
+      "Examples: longspan bench dilated --tokens 64K --dtype bf16 --json\n"
+      "          longspan bench dense --tokens 16K --dtype bf16 --device cuda");
   const auto command = std::make_shared<BenchCommand>();
   parser->add_option("what", command->what, "dilated (or whatever the pattern options say) or dense")
       ->required()

@@ -118,16 +118,20 @@ int run(const CheckCommand& command) {
   if (command.first_case && *command.first_case < 0)
     throw InvalidArgument("case", fmt::format("--case is {}: give 0 or more", *command.first_case));
   check_kernel_name(choice.options.kernel);
-  require_host(choice.device);
+  require_device(choice.device);
   const std::vector<Numbered> cases = choose_cases(command, choice);
 
   std::map<std::pair<std::string, std::string>, Tally> tallies;
   std::vector<Failure> failures;
+  std::size_t left_out = 0;
+  const std::string on_device = choice.device.type == DeviceType::cpu ? "" : " --device " + to_string(choice.device);
   {
     Progress progress(fmt::format("{} cases", cases.size()));
     for (std::size_t i = 0; i < cases.size(); ++i) {
       progress.update(static_cast<double>(i) / static_cast<double>(cases.size()));
-      for (const CaseResult& result : run_case(cases[i].one, choice.options.kernel)) {
+      const std::vector<CaseResult> results = run_case(cases[i].one, choice.device, choice.options.kernel);
+      left_out += results.empty();
+      for (const CaseResult& result : results) {
         Tally& tally = tallies[{result.kernel, std::string(name_of(cases[i].one.dtype))}];
         ++tally.cases;
         for (std::size_t quantity = 0; quantity < kQuantities.size(); ++quantity) {
@@ -137,17 +141,26 @@ int run(const CheckCommand& command) {
         tally.rms_over_model = std::max(tally.rms_over_model, result.rms_over_model);
         if (!result.ok) {
           failures.push_back({result.kernel, result.problem, cases[i].one.to_string(),
-                              fmt::format("{} --kernel {}", cases[i].command, result.kernel)});
+                              fmt::format("{} --kernel {}{}", cases[i].command, result.kernel, on_device)});
         }
       }
     }
   }
-  if (tallies.empty()) throw Unsupported("no kernel can run these cases; longspan info --why says why");
+  if (tallies.empty()) {
+    throw Unsupported(fmt::format("no kernel can run these cases; longspan info --why{} says why", on_device));
+  }
 
   if (command.json) {
-    Json json = {{"ok", failures.empty()},   {"cases", cases.size()},        {"seed", choice.seed},
-                 {"threads", num_threads()}, {"machine", machine_summary()}, {"kernels", Json::array()},
+    Json json = {{"ok", failures.empty()},
+                 {"cases", cases.size()},
+                 {"left_out", left_out},
+                 {"seed", choice.seed},
+                 {"threads", num_threads()},
+                 {"machine", machine_summary()},
+                 {"device", to_string(choice.device)},
+                 {"kernels", Json::array()},
                  {"failures", Json::array()}};
+    if (choice.device.type == DeviceType::cuda) json["gpu"] = device_summary(choice.device);
     for (const auto& [key, tally] : tallies) {
       Json one = {{"kernel", key.first},
                   {"dtype", key.second},
@@ -186,7 +199,8 @@ int run(const CheckCommand& command) {
       table.add(std::move(cells));
     }
   }
-  print("{} cases against the float64 reference: largest error (and its part of the tolerance)\n\n", cases.size());
+  print("{} cases on {} against the float64 reference: largest error (and its part of the tolerance)\n\n",
+        cases.size() - left_out, to_string(choice.device));
   print_text(table.to_string());
   constexpr std::size_t kMostShown = 8;
   for (const Failure& failure : std::span(failures).first(std::min(failures.size(), kMostShown))) {
@@ -194,6 +208,10 @@ int run(const CheckCommand& command) {
           failure.description, failure.command);
   }
   if (failures.size() > kMostShown) print("\n{} more failures; --json lists them all\n", failures.size() - kMostShown);
+  if (left_out > 0) {
+    print("\n{} cases were left out: no kernel on {} runs them (longspan info --why{} says what it takes)\n", left_out,
+          to_string(choice.device), on_device);
+  }
   if (failures.empty()) print("\n{}\n", good("every kernel agrees"));
   return failures.empty() ? kSuccess : kOverTolerance;
 }
@@ -206,7 +224,9 @@ Command add_check(CLI::App& app) {
       "\nWithout problem options: a fixed grid, plus --random N problems drawn from --seed that reach every option of "
       "the\n"
       "operator. With them: that one problem (default 512 tokens). Exit code 1 if an error is over its tolerance; the\n"
-      "command that repeats the case is printed.\nExample: longspan check --random 200 --seed 7");
+      "command that repeats the case is printed.\n"
+      "Examples: longspan check --random 200 --seed 7\n"
+      "          longspan check --random 1000 --device cuda");
   const auto command = std::make_shared<CheckCommand>();
   command->problem.add_to(*parser);
   parser->add_option("--random", command->random, "Random problems to run besides the grid (default: 0)")

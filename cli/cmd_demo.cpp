@@ -7,6 +7,7 @@
 #include "command.h"
 #include "console.h"
 #include "files/output.h"
+#include "gpu/gpu.h"
 #include "interrupt.h"
 #include "json.h"
 #include "kernels/kernel.h"
@@ -19,7 +20,6 @@
 #include "problem_options.h"
 #include "report/report.h"
 #include "tensor.h"
-#include "timing.h"
 #include "verify.h"
 
 namespace longspan::cli {
@@ -49,16 +49,17 @@ Times run_both(const Attention& attention, const Workload& work, Call call, Prog
       return true;
     };
   };
+  const Device device = work.q.view().device;
   Times times;
   call.progress = part(0, 0.28);  // 4 of 14 parts
-  const Stopwatch forward;
-  attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), call);
-  times.forward = forward.seconds();
+  times.forward = seconds_on(device, [&] {
+    attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), call);
+  });
   call.progress = part(0.28, 1);
-  const Stopwatch backward;
-  attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), work.dout.view(),
-                     work.dq.view(), work.dk.view(), work.dv.view(), call);
-  times.backward = backward.seconds();
+  times.backward = seconds_on(device, [&] {
+    attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), work.dout.view(),
+                       work.dq.view(), work.dk.view(), work.dv.view(), call);
+  });
   return times;
 }
 
@@ -70,8 +71,9 @@ std::int64_t choose_tokens(const Attention& attention, const ProblemChoice& choi
   std::int64_t probe = 512;
   while (seconds < kProbeSeconds && probe < kMostTokens) {
     probe *= 2;
-    const Problem shape = choice.problem(probe);
-    const Times times = run_both(attention, Workload(shape, choice.layout, choice.seed), call, progress);
+    const Workload work(choice.problem(probe), choice.layout, choice.seed);
+    if (choice.device.type == DeviceType::cuda) run_both(attention, work, call, progress);  // loads the code
+    const Times times = run_both(attention, work, call, progress);
     seconds = times.forward + times.backward;
     pairs = pairs_of(probe);
   }
@@ -90,130 +92,200 @@ std::int64_t choose_tokens(const Attention& attention, const ProblemChoice& choi
   return tokens;
 }
 
-Json describe_run(const Report& report, const std::vector<RowCheck>& checks, const std::string& path) {
-  Json passes = Json::object(), compared = Json::array();
-  for (const ReportPass& pass : report.passes) {
-    passes[pass.name] = {{"kernel", pass.kernel},
-                         {"seconds", pass.seconds},
-                         {"gflops", pass.gflops},
-                         {"fraction_of_peak", pass.gflops / report.peak_gflops}};
+Json describe_run(const ReportRun& run) {
+  Json json = {{"device", run.device}, {"where", run.summary}, {"verified", run.verified}};
+  for (const ReportPass& pass : run.passes) {
+    json[pass.name] = {{"kernel", pass.kernel},
+                       {"seconds", pass.seconds},
+                       {"gflops", pass.gflops},
+                       {"fraction_of_peak", pass.gflops / run.peak_gflops}};
   }
-  for (const RowCheck& check : checks) {
-    compared.push_back({{"name", check.name},
-                        {"rows", check.rows},
-                        {"largest_error", check.largest_error},
-                        {"over_tolerance", check.over_tolerance},
-                        {"rms_over_model", check.rms_over_model},
-                        {"ok", check.ok}});
+  json["peak_gflops"] = run.peak_gflops;
+  json["peak_source"] = run.peak_source;
+  json["extra_bytes"] = run.extra_bytes;
+  json["checks"] = Json::array();
+  for (const RowCheck& check : run.checks) {
+    json["checks"].push_back({{"name", check.name},
+                              {"rows", check.rows},
+                              {"largest_error", check.largest_error},
+                              {"over_tolerance", check.over_tolerance},
+                              {"rms_over_model", check.rms_over_model},
+                              {"ok", check.ok}});
   }
-  Json json = {{"verified", report.verified},
+  return json;
+}
+
+/// The first device's run at the top, where scripts look; every device's under "runs".
+Json describe_report(const Report& report, const std::string& path) {
+  Json json = {{"verified", report.verified()},
                {"tokens", report.plan->problem().tokens},
                {"pattern", report.plan->pattern().to_string()},
                {"problem", describe(report.plan->problem())},
                {"options", describe(report.plan->options())},
                {"machine", report.machine},
-               {"threads", report.threads}};
-  json.update(passes);
-  json["peak_gflops"] = report.peak_gflops;
-  json["extra_bytes"] = report.extra_bytes;
-  json["dense_score_bytes"] = report.dense_bytes;
-  json["checks"] = compared;
+               {"threads", num_threads()},
+               {"dense_score_bytes", report.dense_bytes},
+               {"runs", Json::array()}};
+  for (const ReportRun& run : report.runs) json["runs"].push_back(describe_run(run));
+  const Json& first = json["runs"].front();
+  for (const char* key : {"forward", "backward", "peak_gflops", "extra_bytes", "checks"}) json[key] = first[key];
   if (!path.empty()) json["report"] = path;
   return json;
 }
 
-void print_run(const Report& report, const std::vector<RowCheck>& checks, const std::string& path) {
-  for (const auto& [name, value] : summary_rows(report)) print("{:<14}{}\n", name, value);
+void print_report(const Report& report, const std::string& path) {
+  for (const auto& [name, value] : summary_rows(report)) print("{:<18}{}\n", name, value);
   print("\n");
-  Table table({{"compared", Align::left}, {"rows"}, {"largest error"}, {"of tolerance"}, {"", Align::left}});
-  for (const RowCheck& check : checks) {
-    table.add({check.name, with_commas(check.rows), fmt::format("{:.2e}", check.largest_error),
-               fmt::format("{:.1f}%", 100 * check.over_tolerance), check.ok ? good("ok") : bad("over")});
+  Table table({{"device", Align::left},
+               {"compared", Align::left},
+               {"rows"},
+               {"largest error"},
+               {"of tolerance"},
+               {"", Align::left}});
+  for (const ReportRun& run : report.runs) {
+    for (const RowCheck& check : run.checks) {
+      table.add({run.device, check.name, with_commas(check.rows), fmt::format("{:.2e}", check.largest_error),
+                 fmt::format("{:.1f}%", 100 * check.over_tolerance), check.ok ? good("ok") : bad("over")});
+    }
   }
   print_text(table.to_string());
-  print("\n{}\n", report.verified ? good("verified: every sampled row agrees with the float64 reference")
-                                  : bad("NOT verified: results differ from the float64 reference"));
-  for (const RowCheck& check : checks) {
-    if (!check.ok) print("{}: {}\n", check.name, check.worst);
+  print("\n{}\n", report.verified() ? good("verified: every sampled row agrees with the float64 reference")
+                                    : bad("NOT verified: results differ from the float64 reference"));
+  for (const ReportRun& run : report.runs) {
+    for (const RowCheck& check : run.checks) {
+      if (!check.ok) print("{} {}: {}\n", run.device, check.name, check.worst);
+    }
   }
   if (!path.empty()) print("report: {}\n", path);
 }
 
-std::string repeat_command(const ProblemChoice& choice, const Problem& problem) {
+std::string repeat_command(const ProblemChoice& choice, const Problem& problem, bool with_device) {
   std::string text = fmt::format(
       "longspan demo --tokens {} --batch {} --heads {} --kv-heads {} --head-dim {} --dtype {} --pattern '{}'",
       problem.tokens, problem.batch, problem.heads, problem.kv_heads, problem.head_dim, name_of(problem.dtype),
       choice.pattern.to_string());
   if (choice.options.causal) text += " --causal";
   if (choice.options.dropout > 0) text += fmt::format(" --dropout {}", choice.options.dropout);
+  if (with_device) text += fmt::format(" --device {}", to_string(choice.device));
   return text + fmt::format(" --seed {}", choice.seed);
 }
 
-int run(const DemoCommand& command) {
-  ProblemChoice choice = command.problem.resolve();
-  require_host(choice.device);
-  if (choice.tokens == 0 || choice.batch == 0)
-    throw InvalidArgument("tokens", "nothing to show: give at least 1 token and 1 entry");
-  const Attention attention(choice.pattern, choice.options);
-  {
-    const auto plan = attention.plan(choice.problem(kMostTokens));
+/// Whether kernels of this device run the problem's two passes.
+bool runs_on(const Attention& attention, const ProblemChoice& choice, Device device) {
+  Problem problem = choice.problem(kMostTokens);
+  problem.device = device;
+  const auto plan = attention.plan(problem);
+  return plan->kernel(Pass::forward) != nullptr && plan->kernel(Pass::backward) != nullptr;
+}
+
+/// The device that was asked for; otherwise the CPU, and beside it the first GPU where there is one.
+std::vector<Device> choose_devices(const DemoCommand& command, const ProblemChoice& choice,
+                                   const Attention& attention) {
+  std::vector<Device> devices = {choice.device};
+  if (!command.problem.given("device")) {
+    const Device gpu{DeviceType::cuda, 0};
+    if (runs_on(attention, choice, gpu)) devices.push_back(gpu);
+    if (devices.size() > 1 && !runs_on(attention, choice, devices.front())) devices.erase(devices.begin());
+  }
+  for (const Device device : devices) {
+    Problem problem = choice.problem(kMostTokens);
+    problem.device = device;
+    const auto plan = attention.plan(problem);
     for (const Pass pass : {Pass::forward, Pass::backward}) {
       if (plan->kernel(pass) == nullptr) throw Unsupported(plan->why_no_kernel(pass));
     }
   }
+  return devices;
+}
+
+/// Computes, times and verifies the step on one device. GPUs get a first run to load their code.
+ReportRun run_on(Device device, const Attention& attention, const Plan& host_plan, const Workload& host,
+                 const Call& call) {
+  const bool gpu = device.type == DeviceType::cuda;
+  Problem problem = host_plan.problem();
+  problem.device = device;
+  const auto plan = attention.plan(problem);
+  std::optional<Workload> copy;
+  if (gpu) copy = host.on(device);
+  const Workload& work = gpu ? *copy : host;
+  Times times;
+  std::size_t before = 0;
+  {
+    Progress progress(fmt::format("{} tokens, forward and backward", with_commas(static_cast<double>(problem.tokens))));
+    if (gpu) {
+      run_both(attention, work, call, progress);
+      device_memory::reset_peak(device.index);
+    } else {
+      host_memory::trim();
+      host_memory::reset_peak();
+      before = host_memory::statistics().used_bytes;
+    }
+    times = run_both(attention, work, call, progress);
+  }
+  const MemoryStatistics memory = gpu ? device_memory::statistics(device.index) : host_memory::statistics();
+  ReportRun run;
+  run.device = to_string(device);
+  run.summary = device_summary(device);
+  run.extra_bytes = static_cast<double>(memory.peak_used_bytes - before);
+  {
+    Progress progress("comparing rows with the reference");
+    progress.update(0);
+    std::optional<Workload> results;
+    if (gpu) results = copy->on({});
+    run.checks = verify(host_plan, call, gpu ? *results : host);
+    stop_if_interrupted();
+  }
+  run.verified = !run.checks.empty() &&
+                 std::all_of(run.checks.begin(), run.checks.end(), [](const auto& check) { return check.ok; });
+  if (gpu) {
+    const GpuPeak peak = measured_gpu_peak(device, problem.dtype);
+    run.peak_gflops = peak.gflops;
+    run.peak_source = peak.source;
+  } else {
+    run.peak_gflops = measured_peak_gflops(problem.dtype, num_threads());
+    run.peak_source = "multiply-adds of vectors on registers";
+  }
+  const PlanTotals totals = plan->totals();
+  run.passes = {{"forward", std::string(plan->kernel(Pass::forward)->name), times.forward,
+                 totals.forward_flops / times.forward * 1e-9},
+                {"backward", std::string(plan->kernel(Pass::backward)->name), times.backward,
+                 totals.backward_flops / times.backward * 1e-9}};
+  return run;
+}
+
+int run(const DemoCommand& command) {
+  ProblemChoice choice = command.problem.resolve();
+  require_device(choice.device);
+  if (choice.tokens == 0 || choice.batch == 0)
+    throw InvalidArgument("tokens", "nothing to show: give at least 1 token and 1 entry");
+  const Attention attention(choice.pattern, choice.options);
+  const std::vector<Device> devices = choose_devices(command, choice, attention);
+  choice.device = devices.front();
   std::optional<OutputFile> page;
   if (!command.out.empty()) page.emplace(command.out);
   Call call;
   call.cancel = &interrupted();
   call.dropout_seed = choice.seed;
 
-  const std::int64_t tokens = choice.tokens ? *choice.tokens : choose_tokens(attention, choice, call);
-  const auto plan = attention.plan(choice.problem(tokens));
-  const Problem& problem = plan->problem();
+  Problem problem = choice.problem(choice.tokens ? *choice.tokens : choose_tokens(attention, choice, call));
+  problem.device = {};
+  const auto plan = attention.plan(problem);
   const Workload work(problem, choice.layout, choice.seed);
-  Times times;
-  host_memory::trim();
-  host_memory::reset_peak();
-  const std::size_t before = host_memory::statistics().used_bytes;
-  {
-    Progress progress(fmt::format("{} tokens, forward and backward", with_commas(static_cast<double>(tokens))));
-    times = run_both(attention, work, call, progress);
-  }
-  const PlanTotals totals = plan->totals();
   Report report;
-  report.extra_bytes = static_cast<double>(host_memory::statistics().peak_used_bytes - before);
-  std::vector<RowCheck> checks;
-  {
-    Progress progress("comparing rows with the reference");
-    progress.update(0);
-    checks = verify(*plan, call, work);
-    stop_if_interrupted();
-    report.peak_gflops = measured_peak_gflops(problem.dtype, num_threads());
-  }
-
   report.plan = plan.get();
-  report.verified =
-      !checks.empty() && std::all_of(checks.begin(), checks.end(), [](const RowCheck& check) { return check.ok; });
-  for (const RowCheck& check : checks) {
-    report.checks.push_back({check.name, check.rows, check.largest_error, check.over_tolerance, check.ok});
-  }
-  report.passes = {{"forward", std::string(plan->kernel(Pass::forward)->name), times.forward,
-                    totals.forward_flops / times.forward * 1e-9},
-                   {"backward", std::string(plan->kernel(Pass::backward)->name), times.backward,
-                    totals.backward_flops / times.backward * 1e-9}};
+  for (const Device device : devices) report.runs.push_back(run_on(device, attention, *plan, work, call));
   const double rows = static_cast<double>(problem.tokens);
   report.dense_bytes = static_cast<double>(problem.batch) * static_cast<double>(problem.heads) * rows * rows * 4;
   report.machine = machine_summary();
-  report.threads = num_threads();
-  report.command = repeat_command(choice, problem);
+  report.command = repeat_command(choice, problem, command.problem.given("device"));
   report.version = fmt::format("longspan {} ({})", version(), commit());
   if (page) {
     page->write(render_report(report));
     page->commit();
   }
-  if (command.json) print_json(describe_run(report, checks, command.out));
-  else print_run(report, checks, command.out);
-  return report.verified ? kSuccess : kOverTolerance;
+  if (command.json) print_json(describe_report(report, command.out));
+  else print_report(report, command.out);
+  return report.verified() ? kSuccess : kOverTolerance;
 }
 
 }  // namespace
@@ -223,8 +295,11 @@ Command add_demo(CLI::App& app) {
   parser->footer(
       "\nRuns forward and backward on the fastest kernel there is, and compares rows of every branch, from the first "
       "and the\n"
-      "last segment, with a float64 computation of the definition. Without --tokens: as many as finish in about 20\n"
-      "seconds, up to 131072.\nExample: longspan demo --tokens 64K --out report.html");
+      "last segment, with a float64 computation of the definition. Without --device: on the CPU and, where there is "
+      "one, "
+      "on\n"
+      "the first GPU. Without --tokens: as many as finish in about 20 seconds, up to 131072.\n"
+      "Example: longspan demo --tokens 64K --out report.html");
   const auto command = std::make_shared<DemoCommand>();
   command->problem.add_to(*parser);
   parser->add_option("--out", command->out, "Write a self-contained HTML report")->type_name("FILE");

@@ -4,7 +4,9 @@
 
 #include "command.h"
 #include "console.h"
+#include "gpu/gpu.h"
 #include "json.h"
+#include "kernels/cuda/cuda.h"
 #include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "longspan/memory.h"
@@ -56,6 +58,18 @@ Json describe_pools() {
             {"limit_bytes", memory.limit_bytes}}}};
 }
 
+Json describe_gpus() {
+  Json gpus = Json::array();
+  for (const cuda::DeviceFacts& facts : cuda::devices()) {
+    gpus.push_back({{"device", to_string(Device{DeviceType::cuda, static_cast<int>(gpus.size())})},
+                    {"name", facts.name},
+                    {"compute_capability", fmt::format("{}.{}", facts.compute / 10, facts.compute % 10)},
+                    {"multiprocessors", facts.multiprocessors},
+                    {"memory_bytes", facts.memory_bytes}});
+  }
+  return gpus;
+}
+
 int run(const InfoCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
   const auto plan = Attention(choice.pattern, choice.options).plan(choice.problem(kDefaultTokens));
@@ -78,6 +92,9 @@ int run(const InfoCommand& command) {
                    {"cache_bytes", {{"l1", cache_bytes(1)}, {"l2", cache_bytes(2)}, {"l3", cache_bytes(3)}}},
                    {"instruction_sets", instruction_sets()}}},
                  {"threads", num_threads()},
+                 {"gpus", describe_gpus()},
+                 {"gpu_driver", gpu_driver()},
+                 {"why_no_gpu", cuda::why_none()},
                  {"problem", describe(plan->problem())},
                  {"pattern", choice.pattern.to_string()},
                  {"chosen", {{"forward", chosen(Pass::forward)}, {"backward", chosen(Pass::backward)}}},
@@ -93,6 +110,15 @@ int run(const InfoCommand& command) {
   print("caches        L1 {}, L2 {}, L3 {}\n", cache(1), cache(2), cache(3));
   print_text(fmt::format("instructions  {}\n", fmt::join(instruction_sets(), " ")));
   print("threads       {}\n", num_threads());
+  if (cuda::devices().empty()) {
+    print("GPUs          none: {}\n", cuda::why_none());
+  } else {
+    for (int index = 0; index < static_cast<int>(cuda::devices().size()); ++index) {
+      const Device device{DeviceType::cuda, index};
+      print("{:<14}{}\n", to_string(device), device_summary(device));
+    }
+    print("driver        {}\n", gpu_driver());
+  }
   const auto& plans = pools["plan_cache"];
   const auto& memory = pools["host_memory"];
   print("plan cache    {} entries, {} of {}, {} hits, {} misses, {} evictions\n", plans["entries"].get<int>(),
@@ -126,8 +152,11 @@ int run(const InfoCommand& command) {
 Command add_info(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("info", "Print the machine, the kernels, and which of them runs a problem");
   parser->footer(
-      "\nKernels are listed fastest first; the first that can run is chosen.\nExample: longspan info --why --dtype f16 "
-      "--head-dim 100");
+      "\nKernels are listed fastest first; the first that can run is chosen. Problems are on the CPU unless --device "
+      "says "
+      "cuda.\n"
+      "Examples: longspan info --why --dtype f16 --head-dim 100\n"
+      "          longspan info --why --device cuda --dtype bf16");
   const auto command = std::make_shared<InfoCommand>();
   command->problem.add_to(*parser);
   parser->add_flag("--why", command->why, "Say why each kernel that cannot run refuses");

@@ -97,7 +97,8 @@ int run(const PlanCommand& command) {
                   {"backward_workspace_bytes", backward ? Json(plan->workspace_bytes(Pass::backward)) : Json()}}},
                 {"kernels",
                  {{"forward", forward ? Json(forward->name) : Json()},
-                  {"backward", backward ? Json(backward->name) : Json()}}},
+                  {"backward", backward ? Json(backward->name) : Json()},
+                  {"why_none", plan->why_no_kernel(Pass::forward)}}},
                 {"branches", branches}});
     return kSuccess;
   }
@@ -118,6 +119,9 @@ int run(const PlanCommand& command) {
   print("\n{} pairs ({:.3g}% of dense), {} work items of {} rows\n", short_count(totals.pairs),
         dense_pairs > 0 ? 100 * totals.pairs / dense_pairs : 0.0, short_count(plan->items(kQueryTile)), kQueryTile);
   print_text(table.to_string());
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    if (plan->kernel(pass) == nullptr) print("{}\n", bad(plan->why_no_kernel(pass)));
+  }
   return kSuccess;
 }
 

@@ -140,33 +140,93 @@ class CaseData {
   Tensor dlse_;
 };
 
-CaseResult run_kernel(const CheckCase& one, const CaseData& data, std::string_view kernel,
-                      const reference::Expectation& expected) {
-  CaseResult result;
-  result.kernel = kernel;
-  Options options = one.options;
-  options.kernel = kernel;
-  const Attention attention(one.pattern, options);
-  const auto output = [&](std::string_view name, std::int64_t rows, std::int64_t heads) {
-    Tensor tensor(name, one.dtype, one.layout, one.batch, rows, heads, one.head_dim);
-    fill_nan(tensor);
-    return tensor;
-  };
-  const std::int64_t rows = one.query_rows();
-  const Tensor out = output("out", rows, one.heads), dq = output("dq", rows, one.heads);
-  const Tensor dk = output("dk", one.tokens, one.kv_heads), dv = output("dv", one.tokens, one.kv_heads);
-  const Tensor lse = Tensor::lse("lse", one.batch, rows, one.heads, one.dtype == DType::f64 ? DType::f64 : DType::f32);
-  fill_nan(lse);
-  Call forward_call = data.call;
-  forward_call.dlse = {};
-  const ConstTensorView q = data.q.view(), k = data.k_argument(), v = data.v_argument();
-  attention.forward(q, k, v, out.view(), lse.view(), forward_call);
-  attention.backward(q, k, v, out.view(), lse.view(), data.dout.view(), dq.view(), dk.view(), dv.view(), data.call);
+/// The inputs of a case where a kernel runs: as they are on the CPU, copies of them on a GPU.
+class PlacedInputs {
+ public:
+  PlacedInputs(const CheckCase& one, const CaseData& data, Device device)
+      : device_(device),
+        q(place(data.q.view())),
+        k(data.k_argument()),
+        v(data.v_argument()),
+        dout(place(data.dout.view())),
+        call(data.call) {
+    call.key_mask = place(data.call.key_mask);
+    call.alibi_slopes = place(data.call.alibi_slopes);
+    call.dlse = place(data.call.dlse);
+    if (one.seed % 2 == 0) call.lengths = place(data.call.lengths);  // else they stay on the host, which GPUs take, too
+    const ConstTensorView whole_k = place(data.k.view()), whole_v = place(data.v.view());
+    if (data.call.pieces.empty()) {
+      k = whole_k;
+      v = whole_v;
+    }
+    k.device = v.device = device;
+    const auto part = [](ConstTensorView view, const Tensor& of, const ConstTensorView& placed) {
+      view.data = static_cast<const std::byte*>(placed.data) +
+                  (static_cast<const std::byte*>(view.data) - static_cast<const std::byte*>(of.data()));
+      view.device = placed.device;
+      return view;
+    };
+    for (const KeyPiece& piece : data.call.pieces) {
+      pieces_.push_back({piece.first, piece.step, part(piece.k, data.k, whole_k), part(piece.v, data.v, whole_v)});
+    }
+    call.pieces = pieces_;
+  }
+  PlacedInputs(const PlacedInputs&) = delete;
+  PlacedInputs& operator=(const PlacedInputs&) = delete;
 
-  const Tensor* actual[] = {&out, &lse, &dq, &dk, &dv};
+ private:
+  ConstTensorView place(const ConstTensorView& view) {
+    if (device_.type == DeviceType::cpu || !view.given()) return view;
+    return copies_.emplace_back(Tensor::copy_of("an input", view, device_)).view();
+  }
+
+  Device device_;
+  std::vector<Tensor> copies_;
+  std::vector<KeyPiece> pieces_;
+
+ public:
+  ConstTensorView q, k, v, dout;
+  Call call;
+};
+
+CaseResult run_kernel(const CheckCase& one, const PlacedInputs& inputs, Device device, const Kernel& kernel,
+                      bool gradients, const reference::Expectation& expected) {
+  CaseResult result;
+  result.kernel = kernel.name;
+  Options options = one.options;
+  options.kernel = kernel.name;
+  const Attention attention(one.pattern, options);
+  const std::int64_t rows = one.query_rows();
+  const auto like = [&](std::string_view name, std::int64_t count, std::int64_t heads) {
+    return Tensor(name, one.dtype, one.layout, one.batch, count, heads, one.head_dim);
+  };
+  std::array<Tensor, kQuantities.size()> actual;  // in the order of kQuantities
+  actual[0] = like("out", rows, one.heads);
+  actual[1] = Tensor::lse("lse", one.batch, rows, one.heads, one.dtype == DType::f64 ? DType::f64 : DType::f32);
+  actual[2] = like("dq", rows, one.heads);
+  actual[3] = like("dk", one.tokens, one.kv_heads);
+  actual[4] = like("dv", one.tokens, one.kv_heads);
+  std::array<Tensor, kQuantities.size()> copies;
+  std::array<TensorView, kQuantities.size()> views;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    fill_nan(actual[i]);
+    if (device.type == DeviceType::cuda) copies[i] = actual[i].on(device);
+    views[i] = device.type == DeviceType::cuda ? copies[i].view() : actual[i].view();
+  }
+  const auto& [out, lse, dq, dk, dv] = views;
+  Call forward_call = inputs.call;
+  forward_call.dlse = {};
+  attention.forward(inputs.q, inputs.k, inputs.v, out, lse, forward_call);
+  if (gradients) {
+    attention.backward(inputs.q, inputs.k, inputs.v, out, lse, inputs.dout, dq, dk, dv, inputs.call);
+  }
+  if (device.type == DeviceType::cuda) {
+    for (std::size_t i = 0; i < actual.size(); ++i) actual[i].copy_from(copies[i]);
+  }
+
   const reference::ExpectedTensor* wanted[] = {&expected.out, &expected.lse, &expected.dq, &expected.dk, &expected.dv};
-  for (std::size_t i = 0; i < kQuantities.size(); ++i) {
-    const reference::Comparison comparison = reference::compare(actual[i]->view(), *wanted[i]);
+  for (std::size_t i = 0; i < (gradients ? kQuantities.size() : 2); ++i) {
+    const reference::Comparison comparison = reference::compare(actual[i].view(), *wanted[i]);
     result.largest_error[i] = comparison.largest_error;
     result.over_tolerance[i] = comparison.over_tolerance;
     result.rms_over_model = std::max(result.rms_over_model, comparison.rms_over_model);
@@ -183,18 +243,27 @@ CaseResult run_kernel(const CheckCase& one, const CaseData& data, std::string_vi
 
 }  // namespace
 
-std::vector<CaseResult> run_case(const CheckCase& one, std::string_view only) {
+std::vector<CaseResult> run_case(const CheckCase& one, Device device, std::string_view only) {
   const CaseData data(one);
-  const auto plan =
-      Attention(one.pattern, one.options).plan(Attention::problem(data.q.view(), data.k_argument(), data.call));
-  const reference::Expectation expected = reference::expect(data.arguments(*plan));
-  std::vector<CaseResult> results;
+  const Attention attention(one.pattern, one.options);
+  const Problem here = Attention::problem(data.q.view(), data.k_argument(), data.call);
+  Problem there = here;
+  there.device = device;
+  const auto plan = attention.plan(here), device_plan = attention.plan(there);
+  std::vector<const Kernel*> kernels;
   for (const Kernel* kernel : all_kernels()) {
-    stop_if_interrupted();
     if (!only.empty() && kernel->name != only) continue;
-    if (!kernel->can_run(*plan, Pass::forward).ok || !kernel->can_run(*plan, Pass::backward).ok) continue;
+    if (kernel->can_run(*device_plan, Pass::forward).ok) kernels.push_back(kernel);
+  }
+  if (kernels.empty()) return {};
+  const reference::Expectation expected = reference::expect(data.arguments(*plan));
+  const PlacedInputs inputs(one, data, device);
+  std::vector<CaseResult> results;
+  for (const Kernel* kernel : kernels) {
+    stop_if_interrupted();
     try {
-      results.push_back(run_kernel(one, data, kernel->name, expected));
+      const bool gradients = kernel->can_run(*device_plan, Pass::backward).ok;
+      results.push_back(run_kernel(one, inputs, device, *kernel, gradients, expected));
     } catch (const Cancelled&) {
       throw;
     } catch (const Error& error) {  // a kernel that said it could run must run

@@ -23,7 +23,8 @@ struct CaseResult {
   std::string problem;  ///< what was wrong, if not ok
 };
 
-/// Runs the case through every kernel that can run both passes; an empty `only` means all of them.
-std::vector<CaseResult> run_case(const CheckCase& one, std::string_view only);
+/// Runs the case on a device through every kernel that can run its forward (and backward, where it has that); an empty
+/// `only` means all of them. No results: no kernel can.
+std::vector<CaseResult> run_case(const CheckCase& one, Device device, std::string_view only);
 
 }  // namespace longspan::cli

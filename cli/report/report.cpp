@@ -79,31 +79,44 @@ std::string legend(const Plan& plan) {
   return html + R"(<span><i class="key none"></i>covered by none: output 0</span></div>)";
 }
 
+/// With several devices every line says which one it is about.
+std::string labelled(const Report& report, const ReportRun& run, const std::string& name) {
+  return report.runs.size() > 1 ? fmt::format("{} {}", run.device, name) : name;
+}
+
 std::string facts(const Report& report) {
   const auto fact = [](std::string_view value, std::string_view name) {
     return fmt::format("<div><b>{}</b><span>{}</span></div>", escape_html(value), escape_html(name));
   };
   std::string html = fact(with_commas(static_cast<double>(report.plan->problem().tokens)), "tokens");
-  for (const ReportPass& pass : report.passes) {
-    html += fact(short_duration(pass.seconds), pass.name);
-    html += fact(fmt::format("{:.1f}", pass.gflops), fmt::format("GFLOP/s {}", pass.name));
+  for (const ReportRun& run : report.runs) {
+    for (const ReportPass& pass : run.passes) {
+      html += fact(short_duration(pass.seconds), labelled(report, run, pass.name));
+      html += fact(fmt::format("{:.1f}", pass.gflops), labelled(report, run, "GFLOP/s " + pass.name));
+    }
   }
-  html += fact(short_bytes(report.extra_bytes), "extra memory, measured");
+  html += fact(short_bytes(report.runs.front().extra_bytes), "extra memory, measured");
   return R"(<section class="facts">)" + html + "</section>";
 }
 
 std::string checks_table(const Report& report) {
   std::string html =
       "<table><tr><th>compared</th><th>rows</th><th>largest error</th><th>of tolerance</th><th></th></tr>";
-  for (const ReportCheck& check : report.checks) {
-    html += fmt::format("<tr><td>{}</td><td>{}</td><td>{:.2e}</td><td>{:.1f}%</td><td class=\"{}\">{}</td></tr>",
-                        escape_html(check.name), with_commas(check.rows), check.largest_error, check.worst_ratio * 100,
-                        check.ok ? "pass" : "fail", check.ok ? "ok" : "over");
+  for (const ReportRun& run : report.runs) {
+    for (const RowCheck& check : run.checks) {
+      html += fmt::format("<tr><td>{}</td><td>{}</td><td>{:.2e}</td><td>{:.1f}%</td><td class=\"{}\">{}</td></tr>",
+                          escape_html(labelled(report, run, check.name)), with_commas(check.rows), check.largest_error,
+                          check.over_tolerance * 100, check.ok ? "pass" : "fail", check.ok ? "ok" : "over");
+    }
   }
   return html + "</table>";
 }
 
 }  // namespace
+
+bool Report::verified() const {
+  return std::all_of(runs.begin(), runs.end(), [](const ReportRun& run) { return run.verified; });
+}
 
 std::vector<std::pair<std::string, std::string>> summary_rows(const Report& report) {
   const Problem& problem = report.plan->problem();
@@ -111,15 +124,17 @@ std::vector<std::pair<std::string, std::string>> summary_rows(const Report& repo
       {"tokens", with_commas(static_cast<double>(problem.tokens))},
       {"heads", fmt::format("{} of {}, {}", problem.heads, problem.head_dim, name_of(problem.dtype))},
   };
-  for (const ReportPass& pass : report.passes) {
-    rows.emplace_back(pass.name,
-                      fmt::format("{}, {:.1f} GFLOP/s ({:.0f}% of peak), kernel {}", short_duration(pass.seconds),
-                                  pass.gflops, 100 * pass.gflops / report.peak_gflops, pass.kernel));
-  }
   double worst = 0;
-  for (const ReportCheck& check : report.checks) worst = std::max(worst, check.worst_ratio);
+  for (const ReportRun& run : report.runs) {
+    for (const ReportPass& pass : run.passes) {
+      rows.emplace_back(labelled(report, run, pass.name),
+                        fmt::format("{}, {:.1f} GFLOP/s ({:.0f}% of peak), kernel {}", short_duration(pass.seconds),
+                                    pass.gflops, 100 * pass.gflops / run.peak_gflops, pass.kernel));
+    }
+    for (const RowCheck& check : run.checks) worst = std::max(worst, check.over_tolerance);
+    rows.emplace_back(labelled(report, run, "memory"), fmt::format("{} extra, measured", short_bytes(run.extra_bytes)));
+  }
   rows.emplace_back("largest error", fmt::format("{:.1f}% of its tolerance", worst * 100));
-  rows.emplace_back("extra memory", fmt::format("{} measured", short_bytes(report.extra_bytes)));
   rows.emplace_back("dense scores", fmt::format("{} would have been needed", short_bytes(report.dense_bytes)));
   return rows;
 }
@@ -132,19 +147,25 @@ std::string render_report(const Report& report) {
   };
   for (const auto& [name, value] : summary_rows(report)) add_row(name, value);
   add_row("machine", report.machine);
-  add_row("threads", fmt::format("{}, peak {:.0f} GFLOP/s measured", report.threads, report.peak_gflops));
+  for (const ReportRun& run : report.runs) {
+    add_row(run.device,
+            fmt::format("{}, peak {:.0f} GFLOP/s measured: {}", run.summary, run.peak_gflops, run.peak_source));
+  }
   add_row("pattern", plan.pattern().to_string() + (plan.options().causal ? ", causal" : ""));
+
+  std::string where;
+  for (const ReportRun& run : report.runs) where += (where.empty() ? "" : " and on ") + run.summary;
 
   std::string html = "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n";
   html += "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>Longspan demo</title>\n";
   html += fmt::format("<style>{}{}</style>\n</head>\n<body>\n<main>\n", kStyle, colour_rules());
   html += fmt::format(
       "<header><span class=\"badge {}\">{}</span>\n<h1>Dilated attention over {} tokens</h1>\n"
-      "<p>Forward and backward on {} thread{}, compared row by row with a float64 computation of the "
+      "<p>Forward and backward on {}, compared row by row with a float64 computation of the "
       "definition.</p></header>\n",
-      report.verified ? "pass" : "fail",
-      report.verified ? "Verified against the float64 reference" : "Differs from the float64 reference",
-      with_commas(static_cast<double>(plan.problem().tokens)), report.threads, report.threads == 1 ? "" : "s");
+      report.verified() ? "pass" : "fail",
+      report.verified() ? "Verified against the float64 reference" : "Differs from the float64 reference",
+      with_commas(static_cast<double>(plan.problem().tokens)), escape_html(where));
   html += facts(report) + "\n";
   html +=
       "<section><h2>Which keys a row sees</h2><p>Every branch cuts the sequence into segments and keeps each d-th row. "
@@ -157,7 +178,7 @@ std::string render_report(const Report& report) {
       "along the sequence.</p>" +
       coverage_picture(plan) + legend(plan) + "</section>\n";
   html += "<section><h2>Memory</h2><p>On a logarithmic scale: each further length is a factor, not a sum.</p>" +
-          memory_picture(report.extra_bytes, report.dense_bytes) + "</section>\n";
+          memory_picture(report.runs.front().extra_bytes, report.dense_bytes) + "</section>\n";
   html +=
       "<section><h2>Compared with the reference</h2><p>Rows from every branch, from the first and the last segment, "
       "computed "

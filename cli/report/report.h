@@ -6,17 +6,9 @@
 #include <vector>
 
 #include "longspan/plan.h"
+#include "verify.h"
 
 namespace longspan::cli {
-
-/// One compared quantity (out, lse, dq, dk, dv).
-struct ReportCheck {
-  std::string name;
-  double rows = 0;           ///< rows of (head, position) compared
-  double largest_error = 0;  ///< absolute
-  double worst_ratio = 0;    ///< largest error / tolerance over the rows
-  bool ok = false;
-};
 
 struct ReportPass {
   std::string name;  ///< forward, backward
@@ -25,18 +17,27 @@ struct ReportPass {
   double gflops = 0;
 };
 
-struct Report {
-  const Plan* plan = nullptr;
+/// The step on one device.
+struct ReportRun {
+  std::string device;   ///< cpu, cuda:0
+  std::string summary;  ///< 16 threads, NVIDIA H200 (...)
   bool verified = false;
   std::vector<ReportPass> passes;
-  std::vector<ReportCheck> checks;
+  std::vector<RowCheck> checks;
   double peak_gflops = 0;
+  std::string peak_source;
   double extra_bytes = 0;
+};
+
+struct Report {
+  const Plan* plan = nullptr;
+  std::vector<ReportRun> runs;  ///< one for each device, at least one
   double dense_bytes = 0;
   std::string machine;
-  int threads = 1;
   std::string command;  ///< repeats this run
   std::string version;
+
+  bool verified() const;
 };
 
 /// Cells of the summary table, shared by the terminal and the page.

@@ -43,9 +43,13 @@ expect 2 "nothing to time" "$longspan" bench dense --tokens 0
 expect 2 "nothing to show" "$longspan" demo --tokens 0
 expect 2 "64 bits|overflow" "$longspan" bench dense --tokens 1T --batch 1T
 expect 3 "fewer tokens" "$longspan" bench dense --tokens 1T
+# Whether the build has no CUDA, the machine no GPU, or not that many.
 for command in "demo" "bench dense" "check" "attend --q a --k a --v a --out b"; do
-  expect 2 "device cuda:3.*CPU" "$longspan" $command --device cuda:3 --tokens 64
+  expect 2 "device cuda:60: .*(configure with -DLONGSPAN_CUDA=ON|NVIDIA driver|nvidia-smi|give cuda:0)" \
+    "$longspan" $command --device cuda:60 --tokens 64
 done
+expect 0 "" "$longspan" plan --device cuda:60 --tokens 64
+grep -Eq "no kernel can run this forward: .*(cuda:60|GPU|left out of this build)" stdout || fail "plan does not say why: $(cat stdout)"
 
 # Usage.
 expect 2 "^longspan: " "$longspan"

@@ -28,6 +28,7 @@ expect 0 "" "$longspan" plan --pattern "longnet phase=torchscale pad_keys 64/1 1
 
 expect 0 "" "$longspan" info
 has plain reference threads caches instructions "plan cache" "memory pool"
+grep -Eq '^(GPUs +none: .+|cuda:0 +.+compute capability)' stdout || fail "info says nothing about GPUs: $(cat stdout)"
 expect 0 "" "$longspan" info --why --json --kernel plain
 has '"instruction_sets"' '"plan_cache"' '"host_memory"' '"kernels"' '"reason"' '"chosen"'
 

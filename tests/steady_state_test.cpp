@@ -106,6 +106,43 @@ TEST(Workspace, TheCallersOwnIsEnough) {
   }
 }
 
+TEST(Workspace, TheCallersAllocatorIsAskedOnceForAsMuchAsThePlanSays) {
+  for (const std::string& kernel : kernels_that_promise_it()) {
+    Case c(Pattern::longnet({32, 128}, {1, 3}), {}, {1, 128, 4, 4, 32}, DType::bf16);
+    Results results = c.run(kernel);
+    const Tensor expected = results.out;
+    results.out.poison();
+    Options options;
+    options.kernel = kernel;
+    const Attention attention(c.pattern, options);
+    const std::size_t bytes =
+        attention.plan(Attention::problem(c.q.view(), c.k.view()))->workspace_bytes(Pass::forward);
+    if (bytes == 0) continue;
+    std::vector<std::byte> storage(bytes + 64);
+    std::byte* const aligned = storage.data() + (64 - reinterpret_cast<std::uintptr_t>(storage.data()) % 64) % 64;
+    std::vector<std::size_t> asked;
+    Call call;
+    void* answer = aligned;
+    call.allocate = [&](std::size_t count) {
+      asked.push_back(count);
+      return answer;
+    };
+    const auto forward = [&] {
+      attention.forward(c.q.view(), c.k.view(), c.v.view(), results.out.view(), results.lse.view(), call);
+    };
+    host_memory::trim();
+    const auto before = host_memory::statistics().allocations;
+    forward();
+    EXPECT_EQ(asked, std::vector{bytes}) << kernel;
+    EXPECT_EQ(host_memory::statistics().allocations, before) << kernel;
+    EXPECT_EQ(results.out, expected) << kernel;
+    answer = nullptr;
+    EXPECT_THROW(forward(), OutOfMemory);
+    answer = aligned + 8;
+    EXPECT_THROW(forward(), InvalidArgument);
+  }
+}
+
 TEST(Workspace, LimitGivesOutOfMemoryAndLeavesTheLibraryUsable) {
   host_memory::trim();
   Case c(Pattern::longnet({32, 128}, {1, 3}), {}, {1, 4096, 4, 4, 32}, DType::f32);

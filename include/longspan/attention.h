@@ -50,9 +50,12 @@ struct Call {
   ConstTensorView dlse;
   /// cudaStream_t for CUDA tensors.
   void* stream = nullptr;
-  /// At least Plan::workspace_bytes, aligned to 64 bytes; null takes it from the library's pool.
+  /// At least Plan::workspace_bytes, aligned to 64 bytes; null takes it from `allocate` or else the library's pool.
   void* workspace = nullptr;
   std::size_t workspace_size = 0;
+  /// The caller's own allocator: asked once, by the calling thread, for a call that needs workspace. What it returns is
+  /// aligned to 64 bytes and stays the caller's, who may reuse it when the call (on a GPU: the stream) is done with it.
+  std::function<void*(std::size_t bytes)> allocate;
   /// Polled by every long loop; once true the call throws Cancelled.
   const std::atomic<bool>* cancel = nullptr;
   /// Called from the calling thread now and then with the fraction done; returning false cancels the call.

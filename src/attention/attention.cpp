@@ -43,20 +43,33 @@ namespace {
 class Workspace {
  public:
   Workspace(const Call& call, Device device, std::size_t bytes)
-      : host_(call.workspace || device.type != DeviceType::cpu ? 0 : bytes),
-        device_(device.index, call.stream, call.workspace || device.type != DeviceType::cuda ? 0 : bytes) {
-    if (call.workspace && call.workspace_size < bytes) {
+      : callers_(callers_memory(call, bytes)),
+        host_(callers_ || device.type != DeviceType::cpu ? 0 : bytes),
+        device_(device.index, call.stream, callers_ || device.type != DeviceType::cuda ? 0 : bytes) {}
+  std::byte* data() const {
+    if (callers_) return callers_;
+    return device_.data() ? device_.data() : host_.data();
+  }
+
+ private:
+  static std::byte* callers_memory(const Call& call, std::size_t bytes) {
+    if (call.workspace) {
+      if (call.workspace_size >= bytes) return static_cast<std::byte*>(call.workspace);
       throw InvalidArgument("workspace", fmt::format("workspace has {} bytes: this call needs {} (Plan::workspace_bytes)",
                                                      call.workspace_size, bytes));
     }
-    data_ = call.workspace ? static_cast<std::byte*>(call.workspace) : device.type == DeviceType::cuda ? device_.data() : host_.data();
+    if (!call.allocate || bytes == 0) return nullptr;
+    void* const memory = call.allocate(bytes);
+    if (!memory) throw OutOfMemory(fmt::format("workspace of {} bytes: the caller's allocator has none", bytes));
+    if (reinterpret_cast<std::uintptr_t>(memory) % 64 != 0) {
+      throw InvalidArgument("allocate", fmt::format("allocate returned {}: align workspace to 64 bytes", memory));
+    }
+    return static_cast<std::byte*>(memory);
   }
-  std::byte* data() const { return data_; }
 
- private:
+  std::byte* callers_;
   HostLease host_;
   DeviceLease device_;
-  std::byte* data_ = nullptr;
 };
 
 const Kernel& kernel_of(const Plan& plan, Pass pass) {

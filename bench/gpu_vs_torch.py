@@ -1,183 +1,418 @@
 #!/usr/bin/env python3
-"""Longspan and its best PyTorch peers on one GPU, in one run.
+"""Longspan and its best PyTorch peer on one GPU, taking turns in one run.
 
-Ours: longspan_gpu_bench (the engine itself, one JSON line per workload). Peers: what a PyTorch user composes from slices
-and scaled_dot_product_attention, with copies or with strided views, on every backend that takes them; the fastest counts.
-Both are timed by CUDA events, sustained (back to back) and in bursts (median of 7 after a pause of 0.25 s).
+Ours: the torch operator (longspan.torch.attention), with whatever kernels this build has; their names are recorded.
+Peers: what a PyTorch user composes from slices and scaled_dot_product_attention (cuDNN or flash, with copies or on
+strided views) or, for patterns that mix branches, from flash and its softmax sums; the fastest of them is timed beside
+ours. The error of both is taken against float64 on the same inputs.
 
-    python3 bench/gpu_vs_torch.py --engine build/cuda/bench/longspan_gpu_bench --json bench/results/h200_cuda.json
+    python bench/gpu_vs_torch.py --json bench/results/h200_vs_torch.json
+    python bench/gpu_vs_torch.py --quick 'dilated*' memory linear
+
+burst: median of 7 calls after a pause of 0.25 s, better of two; sustained: back to back calls, median of three turns
+(a card in a long run sits at its power cap). Times include everything a call does, outputs allocated by torch.
 """
+
+from __future__ import annotations
+
 import argparse
+import dataclasses
+import fnmatch
 import json
-import math
-import pathlib
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+import longspan
+import longspan.torch as lt  # before torch itself: says what is missing
+from longspan.bench.composition import longnet_composition
 
 import torch
-import torch.nn.functional as functional
+from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-SEEDS = ([2048, 4096, 8192], [1, 2, 4])
-SLIDE = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
-# name: tokens, heads, head_dim, segments, dilations, all heads in every branch, dtype
-WORKLOADS = {
-    "dense16k_d64": (16384, 16, 64, [16384], [1], False, torch.bfloat16),
-    "dense16k_d128": (16384, 16, 128, [16384], [1], False, torch.bfloat16),
-    "seed8k": (8192, 8, 64, *SEEDS, False, torch.bfloat16),
-    "seed32k": (32768, 8, 64, *SEEDS, False, torch.bfloat16),
-    "seed131k": (131072, 8, 64, *SEEDS, False, torch.bfloat16),
-    "million": (1048576, 12, 64, [2048, 8192, 32768, 131072, 1048576], [1, 4, 16, 64, 512], False, torch.bfloat16),
-    "wide131k": (131072, 16, 128, [8192, 16384, 32768, 65536], [1, 2, 4, 8], False, torch.bfloat16),
-    "slide10k": (10001, 16, 48, *SLIDE, True, torch.float16),
-}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
-def timed(body, repeats):
+@dataclasses.dataclass(frozen=True)
+class Row:
+    name: str
+    tokens: int
+    heads: int
+    head_dim: int
+    segments: tuple[int, ...]
+    dilations: tuple[int, ...]
+    causal: bool = False
+    mixed: bool = False  # every branch on all heads, as torchscale has it, zero padding included
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def pattern(self) -> str:
+        if self.mixed:
+            return str(longspan.longnet(self.segments, self.dilations, phase="torchscale", pad_keys=True))
+        return str(longspan.dilated(self.segments, self.dilations))
+
+    @property
+    def plan(self) -> longspan.Plan:
+        return longspan.plan(
+            self.pattern, options=longspan.Options(causal=self.causal), tokens=self.tokens, heads=self.heads,
+            head_dim=self.head_dim, dtype="bf16" if self.dtype is torch.bfloat16 else "f16", device="cuda",
+        )  # fmt: skip
+
+    def inputs(self, count: int = 4) -> list[Tensor]:
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (1, self.tokens, self.heads, self.head_dim)
+        return [torch.randn(shape, device="cuda", dtype=self.dtype, generator=generator) for _ in range(count)]
+
+
+def rows() -> list[Row]:
+    result = []
+    for causal in (False, True):
+        suffix = "_causal" if causal else ""
+        for head_dim in (64, 128):
+            result.append(Row(f"dense_16k_d{head_dim}{suffix}", 16384, 16, head_dim, (16384,), (1,), causal))
+        for tokens, label in ((8192, "8k"), (32768, "32k"), (131072, "131k")):
+            result.append(Row(f"dilated_{label}{suffix}", tokens, 8, 64, (2048, 4096, 8192), (1, 2, 4), causal))
+        wide = ((8192, 16384, 32768, 65536), (1, 2, 4, 8))
+        result.append(Row(f"dilated_131k_d128{suffix}", 131072, 16, 128, *wide, causal))
+        million = ((2048, 8192, 32768, 131072, 1048576), (1, 4, 16, 64, 512))
+        result.append(Row(f"dilated_1m{suffix}", 1048576, 12, 64, *million, causal))
+    slide = ((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
+    for tokens, label in ((10001, "10k"), (65536, "65k")):
+        result.append(Row(f"gigapath_{label}", tokens, 16, 48, *slide, mixed=True, dtype=torch.float16))
+    return result
+
+
+def strand_slices(row: Row) -> list[tuple[int, slice, slice]]:
+    """(segment, positions in it, heads) of each branch by head groups; the remainder of heads goes to the first."""
+    result, begin = [], 0
+    groups = len(row.segments)
+    for index, (segment, dilation) in enumerate(zip(row.segments, row.dilations)):
+        end = begin + row.heads // groups + (index < row.heads % groups)
+        result.append((min(segment, row.tokens), slice(index % dilation, None, dilation), slice(begin, end)))
+        begin = end
+    return result
+
+
+def by_groups(row: Row, copies: bool) -> Callable[..., Tensor]:
+    """Each branch on its own heads: slice, attend, put back; rows that no branch covers are zero."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.zeros_like(query)
+        for segment, positions, heads in strand_slices(row):
+
+            def strands(x: Tensor) -> Tensor:
+                return x.view(-1, segment, row.heads, row.head_dim)[:, positions, heads].transpose(1, 2)
+
+            parts = [strands(x).contiguous() if copies else strands(x) for x in (query, key, value)]
+            strands(out).copy_(functional.scaled_dot_product_attention(*parts, is_causal=row.causal))
+        return out
+
+    return attend
+
+
+def peers(row: Row) -> dict[str, Callable[..., Tensor]]:
+    if row.mixed:
+        return {"flash composition": longnet_composition(row.segments, row.dilations)}
+
+    def on(backend: SDPBackend, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*qkv: Tensor) -> Tensor:
+            with sdpa_kernel([backend]):
+                return attend(*qkv)
+
+        return call
+
+    kinds = {"copies": True, "views": False} if row.dilations != (1,) else {"views": False}
+    return {
+        f"{name} {kind}": on(backend, by_groups(row, copies))
+        for name, backend in BACKENDS.items()
+        for kind, copies in kinds.items()
+    }
+
+
+def timed(body: Callable[[], object], calls: int) -> float:
+    """Milliseconds of one call among `calls`."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for _ in range(repeats):
+    for _ in range(calls):
         body()
     end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
 
 
-def measure(body):
-    first = timed(body, 3)
-    sustained = timed(body, max(3, min(500, int(150 / max(first, 1e-3)))))
+def burst(body: Callable[[], object]) -> float:
     time.sleep(0.25)
-    return {"ms": sustained, "burst_ms": statistics.median(timed(body, 1) for _ in range(7))}
+    return statistics.median(timed(body, 1) for _ in range(7))
 
 
-def head_groups(heads, count):
-    """First and last head of each branch: the remainder goes to the first ones."""
-    begin = 0
-    for index in range(count):
-        size = heads // count + (index < heads % count)
-        yield begin, begin + size
-        begin += size
+def take_turns(bodies: dict[str, Callable[[], object]], quick: bool) -> dict[str, dict[str, float]]:
+    """Burst and sustained milliseconds of each body; all see the same state of the card."""
+    calls = {}
+    for name, body in bodies.items():
+        timed(body, 2)
+        calls[name] = max(3, min(1000, int((50 if quick else 120) / max(timed(body, 2), 1e-3))))
+    result = {name: {"burst_ms": min(burst(body) for _ in range(1 if quick else 2))} for name, body in bodies.items()}
+    names = list(bodies)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(1 if quick else 3):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            samples[name].append(timed(bodies[name], calls[name]))
+    for name, taken in samples.items():
+        result[name]["sustained_ms"] = statistics.median(taken)
+    return result
 
 
-def by_groups(q, k, v, segments, dilations, causal, copies):
-    """Each branch on its own heads: slice, attend, put back. With copies, or on strided views of one batch entry."""
-    batch, tokens, heads, dim = q.shape
-    out = torch.zeros_like(q)
-    for index, ((begin, end), segment, dilation) in enumerate(zip(head_groups(heads, len(segments)), segments, dilations)):
-        segment = min(segment, tokens)
+def steps(attend: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
+    query, key, value, grad = inputs
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
 
-        def strands(tensor):
-            view = tensor.view(tokens // segment, segment, heads, dim)[:, index % dilation :: dilation, begin:end]
-            return view.transpose(1, 2)
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(query, key, value)
 
-        rows = [strands(t).contiguous() if copies else strands(t) for t in (q, k, v)]
-        strands(out).copy_(functional.scaled_dot_product_attention(*rows, is_causal=causal))
-    return out
-
-
-def all_heads(q, k, v, segments, dilations):
-    """Every branch on all heads, mixed by their softmax denominators (flash's own lse): N need not divide."""
-    batch, tokens, heads, dim = q.shape
-    outs, sums = [], []
-    for segment, dilation in zip(segments, dilations):
-        segment = min(segment, tokens)
-        pad = -tokens % segment
-        padded = [functional.pad(t, (0, 0, 0, 0, 0, pad)).view(-1, segment, heads, dim) for t in (q, k, v)]
-        out = torch.zeros_like(padded[0])
-        lse = torch.full((out.shape[0], segment, heads), -math.inf, device=q.device)
-        for phase in range(dilation):
-            chosen = slice(phase, heads, dilation)
-            rows = [t[:, phase::dilation, chosen].transpose(1, 2) for t in padded]
-            if rows[0].shape[1] == 0 or rows[0].shape[2] == 0:
-                continue
-            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention(*rows)[:2]
-            out[:, phase::dilation, chosen] = part.transpose(1, 2)
-            lse[:, phase::dilation, chosen] = part_lse.transpose(1, 2)
-        outs.append(out.reshape(1, -1, heads, dim)[:, :tokens])
-        sums.append(lse.reshape(1, -1, heads)[:, :tokens])
-    weights = torch.softmax(torch.stack(sums), dim=0).to(q.dtype)
-    return sum(out * weight.unsqueeze(-1) for out, weight in zip(outs, weights))
-
-
-def peers(spec, causal):
-    tokens, heads, dim, segments, dilations, everywhere, dtype = spec
-    make = lambda: torch.randn(1, tokens, heads, dim, device="cuda", dtype=dtype, requires_grad=True)
-    q, k, v, dout = make(), make(), make(), torch.randn(1, tokens, heads, dim, device="cuda", dtype=dtype)
-    variants = {}
-    if everywhere:
-        variants["flash composition"] = (None, lambda: all_heads(q, k, v, segments, dilations))
-    else:
-        for name, backend in BACKENDS.items():
-            for copies in (True, False):
-                label = f"{name} {'copies' if copies else 'views'}"
-                variants[label] = (backend, lambda copies=copies: by_groups(q, k, v, segments, dilations, causal, copies))
-    results = {}
-    for label, (backend, body) in variants.items():
-        try:
-            with sdpa_kernel([backend] if backend else list(BACKENDS.values())):
-                with torch.no_grad():
-                    forward = measure(body)
-
-                def both():
-                    q.grad = k.grad = v.grad = None
-                    body().backward(dout)
-
-                results[label] = {"forward": forward, "forward_backward": measure(both)}
-        except RuntimeError as error:
-            results[label] = {"error": str(error).splitlines()[0]}
-    return results
-
-
-def best(results, what, how):
-    times = [entry[what][how] for entry in results.values() if what in entry]
-    return min(times) if times else math.nan
-
-
-def gemm_peak():
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / measure(lambda: a @ b)["burst_ms"] * 1e-9
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", required=True, help="path of longspan_gpu_bench")
-    parser.add_argument("--json", type=pathlib.Path, help="write all numbers here")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("workloads", nargs="*", help=f"default: all of {', '.join(WORKLOADS)}, full and causal")
-    arguments = parser.parse_args()
-    names = arguments.workloads or [n + c for n in WORKLOADS for c in ("", "_causal") if n + c != "slide10k_causal"]
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-    report = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver.stdout.strip(),
-        "torch": torch.__version__,
-        "commit": arguments.commit,
-        "command": " ".join(sys.argv),
-        "gemm_peak_tflops": gemm_peak(),
-        "workloads": {},
+    return {
+        "forward": forward,
+        "forward_backward": lambda: torch.autograd.grad(attend(*leaves), leaves, grad),
     }
-    print(f"{'workload':22} {'ours fwd':>9} {'TFLOP/s':>8} {'peer fwd':>9} {'ratio':>6}   {'ours f+b':>9} {'bwd TF/s':>8} {'peer f+b':>9} {'ratio':>6}   (burst, ms)")
-    for name in names:
-        causal = name.endswith("_causal")
-        run = subprocess.run([arguments.engine, name], capture_output=True, text=True)
-        if run.returncode != 0 or not run.stdout.strip():
-            print(f"{name:22} engine: {run.stderr.strip() or 'no such workload'}")
-            continue
-        ours = json.loads(run.stdout)
-        theirs = peers(WORKLOADS[name.removesuffix("_causal")], causal)
+
+
+def best_peer(row: Row, inputs: list[Tensor]) -> tuple[str, Callable[..., Tensor], dict[str, object]]:
+    """The composition with the least time for forward and backward together, and what each took (or why it did not)."""
+    taken: dict[str, object] = {}
+    for name, attend in peers(row).items():
+        try:
+            body = steps(attend, inputs)["forward_backward"]
+            timed(body, 2)
+            taken[name] = min(timed(body, 2) for _ in range(2))
+        except RuntimeError as error:
+            taken[name] = str(error).splitlines()[0]
+    able = {name: ms for name, ms in taken.items() if isinstance(ms, float)}
+    if not able:
+        raise RuntimeError(f"no peer runs {row.name}: {taken}")
+    name = min(able, key=able.__getitem__)
+    return name, peers(row)[name], taken
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def float64_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def errors(row: Row, attends: dict[str, Callable[..., Tensor]], inputs: list[Tensor]) -> dict[str, dict[str, float]]:
+    """Relative errors of norms against float64: of whole results where branches mix (forward only: compositions hold
+    the weights between branches constant), else of one strand of each branch, with gradients."""
+    if row.mixed:
+        exact = longnet_composition(row.segments, row.dilations, float64_attention)
+        want = exact(*(x.double() for x in inputs[:3]))
+        return {
+            name: {"out": relative_error(steps(attend, inputs)["forward"](), want)} for name, attend in attends.items()
+        }
+    results = {}
+    for name, attend in attends.items():
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        out = attend(*leaves)
+        results[name] = (out.detach(), *torch.autograd.grad(out, leaves, inputs[3]))
+        del out
+    sums = {name: [[0.0, 0.0] for _ in range(4)] for name in attends}
+    for segment, positions, heads in strand_slices(row):
+
+        def strand(x: Tensor) -> Tensor:
+            return x.view(-1, segment, row.heads, row.head_dim)[-1, positions, heads.stop - 1]
+
+        leaves = [strand(x).double().requires_grad_() for x in inputs[:3]]
+        scores = leaves[0] @ leaves[1].T * row.head_dim**-0.5
+        if row.causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        want = scores.softmax(-1) @ leaves[2]
+        del scores
+        expected = (want.detach(), *torch.autograd.grad(want, leaves, strand(inputs[3]).double()))
+        for name, result in results.items():
+            for total, actual, wanted in zip(sums[name], result, expected):
+                total[0] += (strand(actual).double() - wanted).square().sum().item()
+                total[1] += wanted.square().sum().item()
+    quantities = ("out", "dq", "dk", "dv")
+    return {
+        name: {quantity: (wrong / whole) ** 0.5 for quantity, (wrong, whole) in zip(quantities, total)}
+        for name, total in sums.items()
+    }
+
+
+def measure_row(row: Row, quick: bool) -> dict[str, object]:
+    inputs = row.inputs()
+    pattern = row.pattern
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return lt.attention(query, key, value, pattern, causal=row.causal)
+
+    peer_name, peer, candidates = best_peer(row, inputs)
+    attends = {"longspan": ours, "peer": peer}
+    result: dict[str, object] = {
+        **{name: value for name, value in dataclasses.asdict(row).items() if name != "dtype"},
+        "dtype": str(row.dtype).removeprefix("torch."),
+        "kernels": {step: row.plan.kernel(step) for step in ("forward", "backward")},
+        "peer": peer_name,
+        "peer_candidates_forward_backward_ms": candidates,
+    }
+    totals = row.plan.totals
+    for step in ("forward", "forward_backward"):
+        times = take_turns({name: steps(attend, inputs)[step] for name, attend in attends.items()}, quick)
+        flops = totals["forward_flops"] + (totals["backward_flops"] if step == "forward_backward" else 0)
+        for kind in ("burst", "sustained"):
+            for name in attends:
+                times[name][f"{kind}_tflops"] = flops / times[name][f"{kind}_ms"] * 1e-9
+            times[f"{kind}_times_faster"] = times["peer"][f"{kind}_ms"] / times["longspan"][f"{kind}_ms"]
+        result[step] = times
+    for kind in ("burst_ms", "sustained_ms"):
+        backward = result["forward_backward"]["longspan"][kind] - result["forward"]["longspan"][kind]
+        result[f"backward_{kind.removesuffix('_ms')}_tflops"] = totals["backward_flops"] / max(backward, 1e-6) * 1e-9
+    result["errors"] = errors(row, attends, inputs)
+    result["error_over_peer"] = {
+        quantity: ours / result["errors"]["peer"][quantity] for quantity, ours in result["errors"]["longspan"].items()
+    }
+    return result
+
+
+def measure_memory(quick: bool) -> dict[str, object]:
+    """Device memory of a forward at 131,072 tokens, by torch's count and by the driver's."""
+    row = Row("memory", 131072, 8, 64, (2048, 4096, 8192), (1, 2, 4))
+    query, key, value = row.inputs(3)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return lt.attention(query, key, value, row.pattern, return_lse=True)
+
+    forward()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    out, lse = forward()
+    torch.cuda.synchronize()
+    needed = sum(x.nbytes for x in (query, key, value, out, lse))
+    extra = torch.cuda.max_memory_allocated() - before - out.nbytes - lse.nbytes
+    return {
+        "name": "memory",
+        "tokens": row.tokens,
+        "inputs_outputs_lse_bytes": needed,
+        "extra_bytes": extra,
+        "driver_bytes_taken": free - torch.cuda.mem_get_info()[0],
+        "library_pool_reserved_bytes": longspan.device_memory.statistics()["reserved_bytes"],
+        "peak_over_needed": (needed + extra) / needed,
+    }
+
+
+def measure_linear(quick: bool) -> dict[str, object]:
+    """Time per token at fixed segments up to 4,194,304 tokens."""
+    points = []
+    for tokens in (2**17, 2**19, 2**22) if quick else (2**17, 2**18, 2**19, 2**20, 2**21, 2**22):
+        row = Row("linear", tokens, 8, 64, (2048, 4096, 8192), (1, 2, 4))
+        inputs = row.inputs()
+        bodies = steps(lambda *qkv: lt.attention(*qkv, row.pattern), inputs)
+        point: dict[str, object] = {"tokens": tokens}
+        for step, body in bodies.items():
+            timed(body, 1)
+            point[f"{step}_ms"] = min(timed(body, 1) for _ in range(3))
+            point[f"{step}_ns_per_token"] = point[f"{step}_ms"] * 1e6 / tokens
+        points.append(point)
+        del inputs, bodies
         torch.cuda.empty_cache()
-        report["workloads"][name] = {"longspan": ours, "peers": theirs}
-        both = ours["forward_burst_ms"] + ours["backward_burst_ms"]
-        peer, peer_both = best(theirs, "forward", "burst_ms"), best(theirs, "forward_backward", "burst_ms")
-        print(
-            f"{name:22} {ours['forward_burst_ms']:9.3f} {ours['forward_burst_tflops']:8.0f} {peer:9.3f} {peer / ours['forward_burst_ms']:6.2f}   "
-            f"{both:9.3f} {ours['backward_burst_tflops']:8.0f} {peer_both:9.3f} {peer_both / both:6.2f}",
-            flush=True,
-        )
+    growth = {
+        step: points[-1][f"{step}_ns_per_token"] / points[0][f"{step}_ns_per_token"]
+        for step in ("forward", "forward_backward")
+    }
+    return {"name": "linear", "points": points, "time_per_token_last_over_first": growth}
+
+
+def gemm_tflops() -> float:
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    timed(lambda: left @ right, 3)
+    return 2 * 8192**3 / burst(lambda: left @ right) * 1e-9
+
+
+def headline(result: dict) -> str:
+    name = result["name"]
+    if name == "memory":
+        return f"memory: peak {result['peak_over_needed']:.4f} of inputs + outputs + lse"
+    if name == "linear":
+        growth = result["time_per_token_last_over_first"]
+        return "linear: time per token, longest over shortest: " + ", ".join(f"{k} {v:.2f}" for k, v in growth.items())
+    if "error" in result:
+        return f"{name:24} {result['error']}"
+    forward, both = result["forward"], result["forward_backward"]
+    worst = max(result["error_over_peer"].values())
+    return (
+        f"{name:24} {forward['longspan']['burst_ms']:8.3f} {forward['longspan']['burst_tflops']:5.0f}"
+        f" {forward['peer']['burst_ms']:8.3f}"
+        f" {forward['burst_times_faster']:5.2f} {forward['sustained_times_faster']:5.2f}"
+        f"  {both['longspan']['burst_ms']:8.3f} {result['backward_burst_tflops']:5.0f}"
+        f" {both['peer']['burst_ms']:8.3f} {both['burst_times_faster']:5.2f} {both['sustained_times_faster']:5.2f}"
+        f"  {worst:5.2f}  {result['kernels']['forward']}, {result['peer']}"
+    )
+
+
+def describe_run() -> dict[str, object]:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        driver = "unknown"
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "longspan": longspan.__version__,
+        "commit": longspan.__commit__,
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "gemm_bf16_tflops": gemm_tflops(),
+    }
+
+
+def main() -> None:
+    table = {row.name: row for row in rows()}
+    extras = {"memory": measure_memory, "linear": measure_linear}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="which rows, with * and ?; all without any")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser.add_argument("--json", type=Path, help="write everything here, after each row")
+    arguments = parser.parse_args()
+    names = [*table, *extras]
+    if arguments.list:
+        print(*names, sep="\n")
+        return
+    chosen = [n for n in names if not arguments.names or any(fnmatch.fnmatch(n, one) for one in arguments.names)]
+    if not chosen:
+        parser.error(f"no row is called {arguments.names[0]!r}: {', '.join(names)}")
+    if not torch.cuda.is_available() or not longspan.info()["gpus"]:
+        sys.exit(f"gpu_vs_torch: no GPU to measure: {longspan.info()['why_no_gpu'] or 'torch sees none'}")
+
+    report = {**describe_run(), "rows": []}
+    print(f"{report['gpu']}, driver {report['driver']}, torch {report['torch']}", end=", ")
+    print(f"GEMM {report['gemm_bf16_tflops']:.0f} TFLOP/s")
+    print("forward: ms, TFLOP/s, peer's ms, times faster (burst, sustained); forward+backward: the same; error/peer's")
+    for name in chosen:
+        started = time.perf_counter()
+        try:
+            result = extras[name](arguments.quick) if name in extras else measure_row(table[name], arguments.quick)
+        except (RuntimeError, longspan.Error) as error:  # one row less, not a run lost
+            result = {"name": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        result["seconds_spent"] = time.perf_counter() - started
+        torch.cuda.empty_cache()
+        report["rows"].append(result)
+        print(headline(result), flush=True)
         if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -2,8 +2,8 @@
 # Runs the tests and benchmarks of the CUDA engine on a machine with a GPU, from programs that are built already (they need
 # no CUDA installation there; the driver is enough).
 #   scripts/gpu_check.sh PROGRAMS [RESULTS] [--quick]
-# PROGRAMS holds gpu_engine_test, gpu_matches_reference_test and longspan_gpu_bench; logs and h200_cuda.json go to RESULTS
-# (default: the current folder). --quick leaves out the sanitizer and the comparison with torch.
+# PROGRAMS holds gpu_engine_test, gpu_matches_reference_test and longspan_gpu_bench; logs and h200_vs_torch.json go to
+# RESULTS (default: the current folder). --quick leaves out the sanitizer and the comparison with torch.
 set -uo pipefail
 
 programs=${1:?folder with the built programs}
@@ -47,11 +47,10 @@ if [[ $quick != --quick ]]; then
   else
     echo "compute-sanitizer: not here, left out"
   fi
-  if python3 -c 'import torch' 2>/dev/null; then
-    timeout 280 python3 "$(dirname "$0")/../bench/gpu_vs_torch.py" --engine "$programs/longspan_gpu_bench" --json "$results/h200_cuda.json" \
-      --commit "$(git -C "$(dirname "$0")" rev-parse --short HEAD 2>/dev/null || echo unknown)"
+  if python3 -c 'import torch, longspan' 2>/dev/null; then
+    timeout 280 python3 "$(dirname "$0")/../bench/gpu_vs_torch.py" --quick --json "$results/h200_vs_torch.json"
   else
-    echo "torch: not here, comparison left out"
+    echo "torch and the longspan package: not both here, comparison left out"
   fi
 fi
 exit $failed

@@ -9,7 +9,7 @@ longspan.torch has the drop-in modules, longspan.torchscale makes torchscale and
 
 from __future__ import annotations
 
-from . import host_memory, plan_cache
+from . import device_memory, host_memory, plan_cache
 from ._errors import (
     Cancelled,
     CommError,
@@ -55,6 +55,7 @@ __all__ = [
     "attention_backward",
     "block_sparse",
     "dense",
+    "device_memory",
     "dilated",
     "host_memory",
     "info",

@@ -184,10 +184,10 @@ class Attention:
     @property
     def options(self) -> Options: ...
 
-    def forward(self, q: object, k: object, v: object, out: object, lse: object | None = None, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0, stream: int = 0, heads_first: bool = False) -> None:
+    def forward(self, q: object, k: object, v: object, out: object, lse: object | None = None, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0, stream: int = 0, heads_first: bool = False, allocate: object | None = None) -> None:
         """Fills out and, if given, lse."""
 
-    def backward(self, q: object, k: object, v: object, out: object, lse: object, dout: object, dlse: object | None, dq: object, dk: object, dv: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0, stream: int = 0, heads_first: bool = False) -> None:
+    def backward(self, q: object, k: object, v: object, out: object, lse: object, dout: object, dlse: object | None, dq: object, dk: object, dv: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0, stream: int = 0, heads_first: bool = False, allocate: object | None = None) -> None:
         """Fills dq, dk and dv."""
 
     def plan(self, *, tokens: int, heads: int, head_dim: int, batch: int = 1, kv_heads: int | None = None, query_rows: int | None = None, dtype: str = 'f32', device: str = 'cpu', lengths: bool = False, key_mask: bool = False, alibi: bool = False) -> Plan:
@@ -218,3 +218,17 @@ def reset_memory_peak() -> None: ...
 def trim_memory() -> None: ...
 
 def set_memory_limit(limit: int) -> None: ...
+
+def gpus() -> list[dict[str, object]]:
+    """The GPUs of this machine."""
+
+def why_no_gpu() -> str:
+    """Why gpus() is empty; empty where it is not."""
+
+def device_memory_statistics(device: int = 0) -> dict[str, int]: ...
+
+def reset_device_memory_peak(device: int = 0) -> None: ...
+
+def trim_device_memory(device: int = 0) -> None: ...
+
+def set_device_memory_limit(device: int, limit: int) -> None: ...

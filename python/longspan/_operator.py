@@ -14,7 +14,7 @@ from ._patterns import compiled
 
 # The numbers of longspan::DType; a raw tensor is (address, number, DLPack device, device index, shape, strides).
 BFLOAT16 = 1
-CPU_DEVICE = 1
+CPU_DEVICE, CUDA_DEVICE = 1, 2
 
 
 def _is_torch(array: Any) -> bool:
@@ -50,29 +50,70 @@ def _heads_first(layout: str) -> bool:
     return layout == "bhnd"
 
 
-def _empty_like(array: Any) -> np.ndarray:
-    """An output for an input: of its shape and type, on the host."""
-    if isinstance(array, np.ndarray):
-        return np.empty(array.shape, array.dtype)
+def _on_gpu(array: Any) -> bool:
+    device = getattr(array, "__dlpack_device__", None)
+    return device is not None and device()[0] == CUDA_DEVICE
+
+
+def _library(array: Any) -> Any:
+    """The package that an array comes from, where outputs are made by the same."""
+    return sys.modules.get(type(array).__module__.partition(".")[0])
+
+
+def _new(array: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """An output where an input is: by torch or CuPy on a GPU, by NumPy on the host."""
+    if _is_torch(array):
+        return array.new_empty(shape, dtype=dtype)
+    if not _on_gpu(array):
+        return np.empty(tuple(shape), np.dtype(dtype))
+    library = _library(array)
+    if not hasattr(library, "cuda") or not hasattr(library, "empty"):
+        raise InvalidArgument(
+            f"q is a {type(array).__name__} on a GPU, whose outputs cannot be made here: pass out= (and lse=), or CuPy "
+            "or torch arrays (torch.from_dlpack takes this one without a copy)",
+            "q",
+        )
+    with library.cuda.Device(array.__dlpack_device__()[1]):
+        return library.empty(tuple(shape), dtype=dtype)
+
+
+def _empty_like(array: Any) -> Any:
+    """An output for an input: of its shape and type, where it is."""
     if isinstance(array, (list, tuple)) or not hasattr(array, "shape"):
         raise InvalidArgument(f"q is {type(array).__name__}: give a NumPy array or anything with DLPack", "q")
-    return np.empty(tuple(array.shape), np.dtype(array.dtype))
+    return _new(array, array.shape, array.dtype)
+
+
+def _placement(array: Any) -> dict[str, Any]:
+    """Where a call runs on a GPU: the current stream of the array's package; of packages without one the default
+    stream, on which DLPack arrays are ready."""
+    if _is_torch(array):
+        from .torch.operator import placement
+
+        return placement(array)
+    if _on_gpu(array) and hasattr(getattr(_library(array), "cuda", None), "get_current_stream"):
+        return {"stream": _library(array).cuda.get_current_stream().ptr}
+    return {}
 
 
 def _as_input(array: Any, like: Any) -> Any:
     """An output handed back as the kind of array that came in."""
-    if isinstance(like, np.ndarray) or not hasattr(like, "__array_namespace__"):
+    if isinstance(array, type(like)) or not hasattr(like, "__array_namespace__"):
         return array
     return like.__array_namespace__().asarray(array)
 
 
-def _empty_lse(q: Any, heads_first: bool) -> np.ndarray:
-    dtype = np.float64 if str(q.dtype).endswith("float64") else np.float32
+def _empty_lse(q: Any, heads_first: bool) -> Any:
+    wide = str(q.dtype).endswith("float64")
+    if _is_torch(q):
+        dtype = q.dtype if wide else sys.modules["torch"].float32
+    else:
+        dtype = np.float64 if wide else np.float32
     if len(q.shape) != 4:
-        return np.empty((0, 0, 0), dtype)  # q itself is refused a moment later, by name
+        return np.empty((0, 0, 0), np.float32)  # q itself is refused a moment later, by name
     batch, first, second, _ = q.shape
     rows, heads = (second, first) if heads_first else (first, second)
-    return np.empty((batch, heads, rows), dtype)
+    return _new(q, (batch, heads, rows), dtype)
 
 
 def attention(
@@ -130,7 +171,7 @@ def attention(
     sums = _empty_lse(q, heads_first) if return_lse and lse is None else lse
     operator.forward(
         *map(_prepared, ("q", "k", "v", "out", "lse"), (q, k, v, result, sums)),
-        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, seed, heads_first=heads_first,
+        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, seed, heads_first=heads_first, **_placement(q),
     )  # fmt: skip
     result = _as_input(result, q) if out is None else out
     if not return_lse:
@@ -187,5 +228,6 @@ def attention_backward(
         *map(_prepared, ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"),
              (*inputs, out, lse, dout, dlse, *grads)),
         *_call_data(lengths, key_mask, alibi_slopes), query_ranges, seed, heads_first=_heads_first(layout),
+        **_placement(q),
     )  # fmt: skip
     return tuple(_as_input(grad, x) if was is None else was for grad, was, x in zip(grads, given, inputs))

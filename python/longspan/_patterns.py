@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ._errors import InvalidArgument
-from ._longspan import Attention, BlockMask, Options, Pattern, Plan, commit, num_threads, version
+from ._longspan import Attention, BlockMask, Options, Pattern, Plan, commit, gpus, num_threads, version, why_no_gpu
 
 
 def dense() -> Pattern:
@@ -94,11 +94,13 @@ def kernels(
 
 
 def info() -> dict[str, Any]:
-    """Version, commit, threads and every kernel with its verdict on a plain problem."""
+    """Version, commit, threads, GPUs and every kernel with its verdict on a plain problem of the CPU."""
     return {
         "version": version(),
         "commit": commit(),
         "threads": num_threads(),
+        "gpus": gpus(),
+        "why_no_gpu": why_no_gpu(),
         "kernels": [
             {"name": name, "runs": runs, "why_not": reason} for name, runs, reason in kernels(dtype="f32")
         ],

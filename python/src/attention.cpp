@@ -66,6 +66,7 @@ struct CallArguments {
   std::uint64_t seed;
   std::uint64_t seed_pointer;  // of a CUDA tensor; 0 where seed holds the value
   std::uint64_t stream;
+  nb::object allocate;  // bytes -> address; None takes workspace from the library's pool
 };
 
 /// A Call whose spans and views stay valid as long as it lives.
@@ -84,6 +85,12 @@ struct OwnedCall {
         reinterpret_cast<const std::uint64_t*>(static_cast<std::uintptr_t>(arguments.seed_pointer));
     call.stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(arguments.stream));
     call.progress = [&signals](double) { return signals(); };
+    if (!arguments.allocate.is_none()) {
+      call.allocate = [&arguments](std::size_t bytes) {
+        nb::gil_scoped_acquire lock;
+        return reinterpret_cast<void*>(nb::cast<std::uintptr_t>(arguments.allocate(bytes)));
+      };
+    }
   }
   OwnedCall(const OwnedCall&) = delete;
   OwnedCall& operator=(const OwnedCall&) = delete;
@@ -96,7 +103,8 @@ Role main_role(bool heads_first) { return heads_first ? Role::bhnd : Role::bnhd;
 
 void forward(const Attention& attention, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
              nb::object lengths, nb::object key_mask, nb::object alibi_slopes, std::optional<Ranges> query_ranges,
-             std::uint64_t seed, std::uint64_t seed_pointer, std::uint64_t stream, bool heads_first) {
+             std::uint64_t seed, std::uint64_t seed_pointer, std::uint64_t stream, bool heads_first,
+             nb::object allocate) {
   Arrays arrays;
   SignalCheck signals;
   const Role role = main_role(heads_first);
@@ -111,7 +119,8 @@ void forward(const Attention& attention, nb::handle q, nb::handle k, nb::handle 
                                 std::move(query_ranges),
                                 seed,
                                 seed_pointer,
-                                stream};
+                                stream,
+                                std::move(allocate)};
   const OwnedCall owned(arrays, arguments, signals);
   signals.run([&] { attention.forward(q_view, k_view, v_view, out_view, lse_view, owned.call); });
 }
@@ -119,7 +128,7 @@ void forward(const Attention& attention, nb::handle q, nb::handle k, nb::handle 
 void backward(const Attention& attention, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
               nb::handle dout, nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::object lengths,
               nb::object key_mask, nb::object alibi_slopes, std::optional<Ranges> query_ranges, std::uint64_t seed,
-              std::uint64_t seed_pointer, std::uint64_t stream, bool heads_first) {
+              std::uint64_t seed_pointer, std::uint64_t stream, bool heads_first, nb::object allocate) {
   Arrays arrays;
   SignalCheck signals;
   const Role role = main_role(heads_first);
@@ -138,7 +147,8 @@ void backward(const Attention& attention, nb::handle q, nb::handle k, nb::handle
                                 std::move(query_ranges),
                                 seed,
                                 seed_pointer,
-                                stream};
+                                stream,
+                                std::move(allocate)};
   OwnedCall owned(arrays, arguments, signals);
   owned.call.dlse = arrays.input(dlse, "dlse", Role::lse);
   signals.run([&] {
@@ -174,10 +184,12 @@ void bind_attention(nb::module_& module) {
       .def_prop_ro("options", &Attention::options)
       .def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a = nb::none(), "lengths"_a = nb::none(),
            "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(), "seed"_a = 0,
-           "seed_pointer"_a = 0, "stream"_a = 0, "heads_first"_a = false, "Fills out and, if given, lse.")
+           "seed_pointer"_a = 0, "stream"_a = 0, "heads_first"_a = false,
+           "allocate"_a = nb::none(), "Fills out and, if given, lse.")
       .def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a, "dlse"_a.none(), "dq"_a, "dk"_a,
            "dv"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(),
            "query_ranges"_a = nb::none(), "seed"_a = 0, "seed_pointer"_a = 0, "stream"_a = 0, "heads_first"_a = false,
+           "allocate"_a = nb::none(),
            "Fills dq, dk and dv.")
       .def("plan", &plan, nb::kw_only(), "tokens"_a, "heads"_a, "head_dim"_a, "batch"_a = 1, "kv_heads"_a = nb::none(),
            "query_rows"_a = nb::none(), "dtype"_a = "f32", "device"_a = "cpu", "lengths"_a = false,

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.h"
+#include "kernels/cuda/cuda.h"
 #include "longspan/longspan.h"
 
 namespace nb = nanobind;
@@ -22,14 +23,26 @@ nb::dict plan_cache_statistics() {
   return result;
 }
 
-nb::dict memory_statistics() {
-  const longspan::MemoryStatistics statistics = longspan::host_memory::statistics();
+nb::dict describe(const longspan::MemoryStatistics& statistics) {
   nb::dict result;
   result["allocations"] = statistics.allocations;
   result["reserved_bytes"] = statistics.reserved_bytes;
   result["used_bytes"] = statistics.used_bytes;
   result["peak_used_bytes"] = statistics.peak_used_bytes;
   result["limit_bytes"] = statistics.limit_bytes;
+  return result;
+}
+
+nb::list gpus() {
+  nb::list result;
+  for (const longspan::cuda::DeviceFacts& facts : longspan::cuda::devices()) {
+    nb::dict gpu;
+    gpu["name"] = facts.name;
+    gpu["compute_capability"] = nb::make_tuple(facts.compute / 10, facts.compute % 10);
+    gpu["multiprocessors"] = facts.multiprocessors;
+    gpu["memory_bytes"] = facts.memory_bytes;
+    result.append(gpu);
+  }
   return result;
 }
 
@@ -51,8 +64,19 @@ NB_MODULE(_longspan, module) {
   module.def("plan_cache_statistics", &plan_cache_statistics, nb::sig("def plan_cache_statistics() -> dict[str, int]"));
   module.def("clear_plan_cache", &longspan::plan_cache::clear);
   module.def("set_plan_cache_limit", &longspan::plan_cache::set_limit_bytes, "limit"_a);
-  module.def("memory_statistics", &memory_statistics, nb::sig("def memory_statistics() -> dict[str, int]"));
+  module.def(
+      "memory_statistics", [] { return describe(longspan::host_memory::statistics()); },
+      nb::sig("def memory_statistics() -> dict[str, int]"));
   module.def("reset_memory_peak", &longspan::host_memory::reset_peak);
   module.def("trim_memory", &longspan::host_memory::trim);
   module.def("set_memory_limit", &longspan::host_memory::set_limit_bytes, "limit"_a);
+
+  module.def("gpus", &gpus, nb::sig("def gpus() -> list[dict[str, object]]"), "The GPUs of this machine.");
+  module.def("why_no_gpu", &longspan::cuda::why_none, "Why gpus() is empty; empty where it is not.");
+  module.def(
+      "device_memory_statistics", [](int device) { return describe(longspan::device_memory::statistics(device)); },
+      "device"_a = 0, nb::sig("def device_memory_statistics(device: int = 0) -> dict[str, int]"));
+  module.def("reset_device_memory_peak", &longspan::device_memory::reset_peak, "device"_a = 0);
+  module.def("trim_device_memory", &longspan::device_memory::trim, "device"_a = 0);
+  module.def("set_device_memory_limit", &longspan::device_memory::set_limit_bytes, "device"_a, "limit"_a);
 }

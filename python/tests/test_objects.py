@@ -131,3 +131,47 @@ def test_stub_names_what_the_module_has():
         stubbed = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
         members = {member for member in vars(getattr(_longspan, name)) if not member.startswith("_")}
         assert members == {item for item in stubbed if not item.startswith("_")}
+
+
+def test_what_is_known_of_gpus():
+    info = longspan.info()
+    assert bool(info["gpus"]) != bool(info["why_no_gpu"])  # some, or the reason
+    assert longspan.device_memory.statistics()["used_bytes"] == 0
+    longspan.device_memory.trim()
+    if not info["gpus"]:
+        plan = longspan.plan(tokens=64, heads=1, head_dim=64, dtype="bf16", device="cuda")
+        assert plan.kernel() is None
+        q = np.zeros((1, 64, 1, 64), np.float32)
+        raw = (q.__array_interface__["data"][0], 0, 2, 0, q.shape, (4096, 64, 64, 1))  # says that it is on cuda:0
+        with pytest.raises(longspan.Unsupported, match="configure with|driver|nvidia-smi"):
+            longspan.Attention(longspan.dense()).forward(raw, raw, raw, (raw[0] + q.nbytes, *raw[1:]))
+
+
+def test_workspace_may_come_from_the_caller():
+    q, k, v = (np.random.default_rng(i).standard_normal((1, 100, 4, 16)).astype(np.float32) for i in range(3))
+    operator = longspan.Attention(longspan.longnet([16, 64], [1, 3]))
+    memory = []
+
+    def allocate(count):
+        memory.append(np.zeros(count + 64, np.uint8))
+        return -(-memory[-1].ctypes.data // 64) * 64
+
+    out = np.empty_like(q)
+    operator.forward(q, k, v, out, allocate=allocate)
+    assert len(memory) == 1
+    np.testing.assert_array_equal(out, longspan.attention(q, k, v, operator.pattern))
+    with pytest.raises(longspan.OutOfMemory, match="caller's allocator"):
+        operator.forward(q, k, v, out, allocate=lambda count: 0)
+    with pytest.raises(KeyError, match="mine"):  # what the allocator raises arrives as it is
+        operator.forward(q, k, v, out, allocate=lambda count: {}["mine"])
+
+
+def test_arrays_of_a_gpu_without_an_allocator_are_refused_by_name():
+    class Elsewhere:
+        shape, dtype = (1, 2, 1, 8), "float32"
+
+        def __dlpack_device__(self):
+            return 2, 0
+
+    with pytest.raises(longspan.InvalidArgument, match="Elsewhere on a GPU.*pass out="):
+        longspan.attention(Elsewhere(), Elsewhere(), Elsewhere())

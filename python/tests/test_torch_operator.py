@@ -283,6 +283,8 @@ def test_ranges_and_lists():
         (dict(key_mask=torch.ones(2, 20, dtype=torch.bool)), "key_mask has shape"),
         (dict(lengths=torch.tensor([3, 22])), r"lengths\[1\] is 22"),
         (dict(pattern="dilated 4"), "dilated 4"),
+        (dict(dropout=0.5, seed=torch.tensor(1.0)), "seed is a tensor of 1 float32"),
+        (dict(dropout=0.5, seed=torch.tensor([1, 2])), "seed is a tensor of 2 int64"),
     ],
 )
 def test_bad_input_is_refused_by_name(change, words):

@@ -1,4 +1,5 @@
-"""python -m longspan.bench [module] [encoder] [overhead]: prints ratios to torch and writes torch_*.json files."""
+"""python -m longspan.bench [module] [encoder] [overhead]: prints ratios to torch and writes torch_*.json files, or
+gpu_torch_*.json with --device cuda."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from .composition import dilated_composition, longnet_composition
 from .timing import alternate, machine, microseconds
 
 MODULE_SEGMENTS, MODULE_DILATIONS = [2048, 4096, 8192], [1, 2, 4]
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def kernel_names(pattern: str, **problem) -> dict[str, str | None]:
@@ -26,15 +28,17 @@ def kernel_names(pattern: str, **problem) -> dict[str, str | None]:
     return {"forward": plan.kernel("forward"), "backward": plan.kernel("backward")}
 
 
-def bench_module(tokens: int, repeats: int, dtype: torch.dtype, causal: bool) -> dict:
+def bench_module(tokens: int, repeats: int, dtype: torch.dtype, causal: bool, device: str) -> dict:
     """DilatedAttention, and the bare operator with given outputs, against the composition."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value, grad = (torch.randn(1, tokens, 8, 64, generator=generator).to(dtype) for _ in range(4))
+    query, key, value, grad = (
+        torch.randn(1, tokens, 8, 64, generator=generator).to(device, dtype) for _ in range(4)
+    )
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     module = DilatedAttention(MODULE_SEGMENTS, MODULE_DILATIONS)
     peer = dilated_composition(MODULE_SEGMENTS, MODULE_DILATIONS)
     out = torch.empty_like(query)
-    lse = torch.empty(1, 8, tokens)
+    lse = torch.empty(1, 8, tokens, device=device)
     grads = [torch.empty_like(query) for _ in range(3)]
     options = dict(pattern=module.pattern, causal=causal)
 
@@ -73,6 +77,7 @@ def bench_module(tokens: int, repeats: int, dtype: torch.dtype, causal: bool) ->
     }
     return {
         "what": "DilatedAttention",
+        "device": device,
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
         "causal": causal,
@@ -80,23 +85,26 @@ def bench_module(tokens: int, repeats: int, dtype: torch.dtype, causal: bool) ->
         "head_dim": 64,
         "segments": MODULE_SEGMENTS,
         "dilations": MODULE_DILATIONS,
-        "kernels": kernel_names(module.pattern, tokens=tokens, heads=8, head_dim=64),
+        "kernels": kernel_names(
+            module.pattern, tokens=tokens, heads=8, head_dim=64, dtype=DTYPES[dtype], device=device
+        ),
         "largest_difference": error,
         "seconds": seconds,
         "times_faster_than_torch": ratios,
     }
 
 
-def bench_encoder(tiles: int, repeats: int, layers: int) -> dict:
-    """The whole slide encoder over Longspan, and the same weights over torch's composition."""
+def bench_encoder(tiles: int, repeats: int, layers: int, dtype: torch.dtype, device: str) -> dict:
+    """The whole slide encoder over Longspan, and the same weights over torch's composition; 16 bits by autocast."""
     torch.manual_seed(0)
-    ours = SlideEncoder(layers=layers).eval()
-    theirs = SlideEncoder(layers=layers, attend=longnet_composition(SEGMENTS, DILATIONS)).eval()
+    ours = SlideEncoder(layers=layers).eval().to(device)
+    theirs = SlideEncoder(layers=layers, attend=longnet_composition(SEGMENTS, DILATIONS)).eval().to(device)
     theirs.load_state_dict(ours.state_dict())
-    features = torch.randn(1, tiles, 1536)
+    features = torch.randn(1, tiles, 1536).to(device)
     cell = torch.arange(tiles)
-    coordinates = (torch.stack([cell // 128, cell % 128], dim=-1) * 256.0)[None]
-    with torch.inference_mode():
+    coordinates = (torch.stack([cell // 128, cell % 128], dim=-1) * 256.0)[None].to(device)
+    cast = torch.autocast(torch.device(device).type, dtype, enabled=dtype is not torch.float32)
+    with torch.inference_mode(), cast:
         error = (ours(features, coordinates) - theirs(features, coordinates)).abs().max().item()
         seconds = alternate(
             {"encoder": lambda: ours(features, coordinates), "torch_encoder": lambda: theirs(features, coordinates)},
@@ -104,6 +112,8 @@ def bench_encoder(tiles: int, repeats: int, layers: int) -> dict:
         )
     return {
         "what": "SlideEncoder",
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
         "tokens": tiles + 1,
         "layers": layers,
         "width": 768,
@@ -152,26 +162,40 @@ def bench_overhead(repeats: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m longspan.bench", description=__doc__)
     parser.add_argument("parts", nargs="*", help="module, encoder, overhead; all without any")
-    parser.add_argument("--out", type=Path, help="folder for torch_<part>.json; without it JSON goes to stdout")
+    parser.add_argument("--out", type=Path, help="folder for the files; without it JSON goes to stdout")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 131072], help="of the module benchmark")
     parser.add_argument("--tiles", type=int, default=10_000, help="of the encoder benchmark (a class token is added)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, help="samples of each time (default 5; 40 below 10,000 tokens)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], nargs="*", default=["float32"])
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], nargs="*",
+        help="default: float32; on a GPU bfloat16 for modules and float16 for the encoder",
+    )  # fmt: skip
     arguments = parser.parse_args()
+    device = arguments.device
+    if device != "cpu" and not (torch.cuda.is_available() and longspan.info()["gpus"]):
+        parser.error(f"--device {device}: {longspan.info()['why_no_gpu'] or 'torch sees no GPU'}")
     unknown = set(arguments.parts) - {"module", "encoder", "overhead"}
     if unknown:
         parser.error(f"unknown part {sorted(unknown)[0]!r}: module, encoder and overhead are there")
     torch.set_num_threads(longspan.num_threads())
 
+    def chosen_dtypes(on_gpu: str) -> list[torch.dtype]:
+        names = arguments.dtype or ["float32" if device == "cpu" else on_gpu]
+        return [getattr(torch, name) for name in names]
+
     makers = {
         "module": lambda: [
-            bench_module(tokens, arguments.repeats or (40 if tokens < 10_000 else 5), getattr(torch, dtype), causal)
+            bench_module(tokens, arguments.repeats or (40 if tokens < 10_000 else 5), dtype, causal, device)
             for tokens in arguments.tokens
-            for dtype in arguments.dtype
+            for dtype in chosen_dtypes("bfloat16")
             for causal in (False, True)
         ],
-        "encoder": lambda: [bench_encoder(arguments.tiles, arguments.repeats or 5, arguments.layers)],
+        "encoder": lambda: [
+            bench_encoder(arguments.tiles, arguments.repeats or 5, arguments.layers, dtype, device)
+            for dtype in chosen_dtypes("float16")
+        ],
         "overhead": lambda: [bench_overhead(arguments.repeats or 1000)],
     }
     for part in arguments.parts or makers:
@@ -184,7 +208,8 @@ def main() -> None:
         text = json.dumps({"machine": machine(), "results": results}, indent=2) + "\n"
         if arguments.out:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / f"torch_{part}.json").write_text(text)
+            where = "torch" if device == "cpu" else "gpu_torch"
+            (arguments.out / f"{where}_{part}.json").write_text(text)
         else:
             print(text)
 

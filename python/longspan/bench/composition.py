@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,11 +37,24 @@ def dilated_composition(segments: Sequence[int], dilations: Sequence[int]):
     return attend
 
 
-def longnet_composition(segments: Sequence[int], dilations: Sequence[int]):
-    """torchscale's arithmetic out of torch's fused CPU attention, the one operator that also returns the sums: pad to
-    whole segments, keep every r-th row of each head group, attend to the zero rows too, mix branches by their sums.
-    Heads must be a multiple of each dilation. Signature of slide_encoder.AttentionFunction, without lengths."""
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's fused attention on [batch, heads, rows, head_dim] that also returns the softmax sums. On a GPU it takes
+    16-bit types only."""
+    if query.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[:2]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+    # The layout of its sums differs between versions of torch.
+    return out, lse if lse.shape[1] == query.shape[1] else lse.transpose(1, 2)
+
+
+def longnet_composition(
+    segments: Sequence[int],
+    dilations: Sequence[int],
+    fused: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = flash_attention,
+):
+    """torchscale's arithmetic out of an attention that also returns its sums: pad to whole segments, keep every r-th
+    row of each head group, attend to the zero rows too, mix branches by their sums. Heads must be a multiple of each
+    dilation. Signature of slide_encoder.AttentionFunction, without lengths."""
 
     def branch(q: Tensor, k: Tensor, v: Tensor, segment: int, dilation: int) -> tuple[Tensor, Tensor]:
         batch, tokens, heads, head_dim = q.shape
@@ -65,9 +78,7 @@ def longnet_composition(segments: Sequence[int], dilations: Sequence[int]):
             whole = whole.view(batch * pieces, rows * dilation, heads, last)[:, :width]
             return whole.reshape(batch, pieces * width, heads, last)[:, :tokens]
 
-        out, lse, *_ = fused(*map(gathered, (q, k, v)))
-        if lse.shape[1] != heads:  # its layout differs between versions of torch
-            lse = lse.transpose(1, 2)
+        out, lse = fused(*map(gathered, (q, k, v)))
         return scattered(out, 0.0), scattered(lse.unsqueeze(-1), -1e8)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +17,18 @@ import longspan
 
 def alternate(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
     """Seconds of each function: median and best of `repeats`. They take turns, so that a busy machine slows all alike;
-    the pause lets torch's threads, which spin after a call, go to sleep."""
+    the pause lets torch's threads, which spin after a call, go to sleep. Work of a GPU is waited for."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for function in functions.values():
         function()
     for _ in range(repeats):
         for name, function in functions.items():
+            wait()
             time.sleep(0.03)
             start = time.perf_counter()
             function()
+            wait()
             samples[name].append(time.perf_counter() - start)
     return {name: {"median": statistics.median(taken), "best": min(taken)} for name, taken in samples.items()}
 
@@ -49,8 +53,13 @@ def machine() -> dict[str, object]:
         lines = cpuinfo.read_text().splitlines()
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         model = names[0] if names else model
+    gpu = {}
+    if torch.cuda.is_available():
+        gpu = {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
     return {
         "cpu": model,
+        **gpu,
+        "command": " ".join(["python -m longspan.bench", *sys.argv[1:]]),
         "threads": longspan.num_threads(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),

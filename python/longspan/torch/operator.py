@@ -5,6 +5,9 @@ be compiled, exported and pickled. Dropout takes its seed as a tensor, drawn ins
 
 The dispatcher costs 20 to 150 microseconds for an operator written in Python, so plain tensors in plain eager mode go
 past it, to the same functions; everything that must see the operator (compile, export, modes, autocast, ...) does.
+
+CUDA tensors run on torch's current stream, with workspace from torch's allocator: so graphs can be captured and
+replayed, and torch's memory statistics count everything.
 """
 
 from __future__ import annotations
@@ -74,15 +77,53 @@ def _pairs(ranges: Sequence[int] | None) -> list[tuple[int, int]] | None:
     return None if ranges is None else list(zip(ranges[::2], ranges[1::2]))
 
 
-def _stream(tensor: Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
 
 
-def _seed_arguments(seed: Tensor | None) -> tuple[int, int]:
-    """(value, 0) on the host; (0, device address) where the kernel itself reads the seed."""
+# Five times faster than making a Stream object; private, so it may be missing.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def placement(tensor: Tensor) -> dict[str, Any]:
+    """Stream and allocator of a call: torch's own for CUDA tensors. Memory goes back to torch when the call returns;
+    torch lends it again to later work of the same stream only."""
+    if not tensor.is_cuda:
+        return {}
+    device = tensor.device
+    memory = []
+
+    def allocate(count: int) -> int:
+        memory.append(torch.empty(count, dtype=torch.uint8, device=device))
+        return memory[0].data_ptr()
+
+    stream = _raw_stream(device.index) if _raw_stream else _current_stream(device)
+    return {"stream": stream, "allocate": allocate}
+
+
+def _seed_arguments(query: Tensor, seed: Tensor | None) -> tuple[int, int]:
+    """(value, 0) where the host knows the seed; (0, address) where the GPU reads it when the kernel runs."""
     if seed is None:
         return 0, 0
-    return (0, seed.data_ptr()) if seed.is_cuda else (int(seed) & 0xFFFF_FFFF_FFFF_FFFF, 0)
+    if seed.dtype is not torch.int64 or seed.numel() != 1:
+        raise InvalidArgument(
+            f"seed is a tensor of {seed.numel()} {str(seed.dtype).removeprefix('torch.')}: give one int64", "seed"
+        )
+    if not (seed.is_cuda and query.is_cuda):
+        return int(seed) & 0xFFFF_FFFF_FFFF_FFFF, 0
+    if seed.device != query.device:
+        raise InvalidArgument(f"seed is on {seed.device}, query is on {query.device}: move them to one device", "seed")
+    return 0, seed.data_ptr()
+
+
+def _check_capture(query: Tensor, lengths: Tensor | None) -> None:
+    """A replay finds on the GPU what was there at the capture; what the host lent then may be gone."""
+    if not query.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return
+    if lengths is not None and not lengths.is_cuda:
+        raise InvalidArgument(
+            "lengths is on the host inside a graph capture: move it to the GPU, where replays can read it", "lengths"
+        )
 
 
 def _empty_lse(query: Tensor) -> Tensor:
@@ -113,13 +154,15 @@ def _run_forward(
     )
     if query.dim() != 4:
         _check_dimensions(query=query)
+    _check_capture(query, lengths)
     out = _empty_like(query)
     lse = _empty_lse(query)
     try:
         operator.forward(
             *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
             _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
-            _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(seed), _stream(query),
+            _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(query, seed),
+            **placement(query),
         )  # fmt: skip
     except InvalidArgument as error:
         raise renamed(error, _NAMES) from None
@@ -142,7 +185,8 @@ def _run_backward(
             raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse),
             *map(raw_tensor, ("dq", "dk", "dv"), grads),
             _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
-            _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(seed), _stream(query),
+            _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(query, seed),
+            **placement(query),
         )  # fmt: skip
     except InvalidArgument as error:
         raise renamed(error, _NAMES) from None
@@ -236,9 +280,9 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     for tensor in (query, key, value):
-        if type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu:
+        if type(tensor) not in _PLAIN_TYPES or not (tensor.is_cpu or tensor.is_cuda):
             return False
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(query.device.type):
         return False
     return not any(observes() for observes in _observers)
 
@@ -268,7 +312,7 @@ def _settings(
     elif isinstance(seed, int):
         if seed >= 2**63:
             seed -= 2**64
-        seed = torch.tensor(seed, dtype=torch.int64, device=query.device) if dropout else None
+        seed = torch.tensor(seed, dtype=torch.int64) if dropout else None  # the host hands it over by value
     if isinstance(lengths, (list, tuple)):
         lengths = torch.tensor(lengths, dtype=torch.int64)
     if query_ranges is not None:

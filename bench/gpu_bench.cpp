@@ -2,7 +2,7 @@
 // runs it beside its peers.
 //   sustained: mean of back-to-back calls; burst: median of 7 calls after a pause of 0.25 s (a long run meets the
 //   card's power cap, a short one does not). usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only]
-//   [workload...]
+//   [workload...]; some workloads run only when named
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -28,6 +28,7 @@ struct Workload {
   Pattern pattern;
   bool causal = false;
   DType dtype = DType::bf16;
+  bool always = true;  // false: only when asked for by name
 };
 
 std::vector<Workload> workloads() {
@@ -49,6 +50,16 @@ std::vector<Workload> workloads() {
     add("wide131k", 131072, 16, 128, Pattern::dilated({8192, 16384, 32768, 65536}, {1, 2, 4, 8}));
     if (!causal) add("slide10k", 10001, 16, 48, slide, DType::f16);
     if (!causal) add("dense4k_f32", 4096, 8, 64, Pattern::dense(), DType::f32);
+    // Only by name: what a call costs; strands of one length; 512 strands of 2,048 rows at several dilations; a larger
+    // slide.
+    const std::size_t named = list.size();
+    add("call", 64, 1, 64, Pattern::dense());
+    for (const std::int64_t rows : {128, 256, 512, 1024})
+      add(fmt::format("strand{}", rows), 524288, 8, 64, Pattern::dilated({4 * rows}, {4}));
+    for (const std::int64_t r : {1, 2, 4, 8, 16})
+      add(fmt::format("dilation{}", r), 131072 * r, 8, 64, Pattern::dilated({2048 * r}, {r}));
+    if (!causal) add("slide65k", 65536, 16, 48, slide, DType::f16);
+    for (std::size_t i = named; i < list.size(); ++i) list[i].always = false;
   }
   return list;
 }
@@ -172,7 +183,7 @@ int run_all(int argc, char** argv) {
   }
   cuda::check(cudaSetDevice(device.index), "choosing a GPU");
   for (const Workload& work : workloads()) {
-    if (wanted.empty() || std::find(wanted.begin(), wanted.end(), work.name) != wanted.end())
+    if (wanted.empty() ? work.always : std::find(wanted.begin(), wanted.end(), work.name) != wanted.end())
       run(work, device, kernel, forward_only);
   }
   return 0;

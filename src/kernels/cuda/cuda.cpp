@@ -5,9 +5,11 @@
 
 #include <algorithm>
 
+#include "kernels/cuda/call.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/prepare.h"
+#include "kernels/hopper/hopper.h"
 
 namespace longspan::cuda {
 namespace {
@@ -48,7 +50,8 @@ const Machine& machine() {
   return found;
 }
 
-/// What every kernel here needs.
+}  // namespace
+
 Verdict fits(const Plan& plan) {
   const Problem& problem = plan.problem();
   if (problem.device.type != DeviceType::cuda) return no("runs on GPUs, tensors are on {}", to_string(problem.device));
@@ -74,6 +77,8 @@ Verdict fits(const Plan& plan) {
   }
   return yes();
 }
+
+namespace {
 
 /// How the matrix-unit kernels multiply a storage type.
 struct Arithmetic {
@@ -125,7 +130,7 @@ void check_pointer(const char* name, const ConstTensorView& view) {
 }
 
 template <class Arguments>
-void check_pointers(const Arguments& a) {
+void check_inputs(const Arguments& a) {
   check_pointer("q", a.q);
   if (a.call.pieces.empty()) {
     check_pointer("k", a.k);
@@ -164,6 +169,10 @@ Tiling tiling_of(const Plan& plan, bool by_keys, bool fills) {
   return {tile_rows(arithmetic_of(plan).wide, static_cast<int>(plan.problem().head_dim)), by_keys, fills};
 }
 
+}  // namespace
+
+void check_pointers(const ForwardArguments& a) { check_inputs(a); }
+
 void forward_matrix(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
@@ -172,6 +181,8 @@ void forward_matrix(const ForwardArguments& a) {
     check(arithmetic_of(a.plan).forward(launch, wants_features(launch), stream_of(a)), "starting the forward kernel");
   });
 }
+
+namespace {
 
 void forward_simt_call(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
@@ -182,7 +193,7 @@ void forward_simt_call(const ForwardArguments& a) {
 }
 
 void check_gradients(const BackwardArguments& a) {
-  check_pointers(a);
+  check_inputs(a);
   check_pointer("dout", a.dout);
   check_pointer("dq", a.dq);
   check_pointer("dk", a.dk);
@@ -253,7 +264,7 @@ const Kernel kMatrix = {"cuda-mma", can_run_matrix,
 const Kernel kSimt = {"cuda-simt", can_run_simt,
                       [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
                       forward_simt_call, backward_simt_call};
-const Kernel* const kList[] = {&kMatrix, &kSimt};
+const Kernel* const kList[] = {&hopper::kForward, &kMatrix, &kSimt};
 
 }  // namespace
 

@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""Fails if the hot loops of the Hopper kernels are not what they were written to be.
+
+usage: check_sass.py CUOBJDUMP OBJECT...
+
+The hot loop is the innermost loop with matrix products. There, moves from general to uniform registers (R2UR) mean that the
+compiler no longer sees that stages and descriptors are uniform, which once cost 15%; local memory (LDL, STL) means spills.
+"""
+import re
+import subprocess
+import sys
+
+FORBIDDEN = ("R2UR", "LDL", "STL")
+PRODUCT = "HGMMA"
+
+
+def functions(text):
+    """(name, [(address, instruction)]) of every kernel in cuobjdump's listing."""
+    for part in re.split(r"^\s*Function : ", text, flags=re.M)[1:]:
+        code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", part, flags=re.M)
+        yield part.split("\n", 1)[0].strip(), [(int(address, 16), text) for address, text in code]
+
+
+def loops(code):
+    """(first, last) of what backward branches enclose, as positions in code."""
+    place = {address: i for i, (address, _) in enumerate(code)}
+    for i, (address, text) in enumerate(code):
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if target and int(target.group(1), 16) < address and int(target.group(1), 16) in place:
+            yield place[int(target.group(1), 16)], i
+
+
+def main():
+    dump, objects = sys.argv[1], sys.argv[2:]
+    checked, bad = 0, 0
+    for name, code in (f for path in objects for f in functions(subprocess.check_output([dump, "-sass", path], text=True))):
+        with_products = [(a, b) for a, b in loops(code) if any(PRODUCT in text for _, text in code[a : b + 1])]
+        if not with_products:
+            print(f"{name}: no loop with matrix products")
+            bad += 1
+            continue
+        first, last = min(with_products, key=lambda loop: loop[1] - loop[0])
+        words = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code[first : last + 1]]
+        found = {word: words.count(word) for word in FORBIDDEN if word in words}
+        checked += 1
+        if found:
+            print(f"{name}: its hot loop of {len(words)} instructions has {found}")
+            bad += 1
+    print(f"{checked} kernels, {bad} bad")
+    return bad > 0 or checked == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

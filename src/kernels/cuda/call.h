@@ -1,0 +1,15 @@
+// What calls of every kernel on NVIDIA GPUs have in common.
+#pragma once
+
+#include "kernels/kernel.h"
+
+namespace longspan::cuda {
+
+/// What every kernel needs of a plan and of the machine.
+Verdict fits(const Plan& plan);
+/// Host memory or another GPU's handed over as a tensor of this one, and calls cancelled before they start.
+void check_pointers(const ForwardArguments& arguments);
+/// The forward of cuda-mma.
+void forward_matrix(const ForwardArguments& arguments);
+
+}  // namespace longspan::cuda

@@ -1,0 +1,16 @@
+// The tile shape of the Hopper forward, as the host chooses it.
+#pragma once
+
+namespace longspan::hopper {
+
+/// The tile shape for a problem: a function of the whole problem, never of the part of it that a call computes.
+struct Choice {
+  int columns = 0;  // head dim of the instantiation
+  int groups = 0;   // warp groups that compute, 64 query rows each
+  int keys = 0;     // of one tile
+  int stages = 0;   // tiles of K and of V in shared memory
+  int strand = 0;   // the length of strand it was chosen for
+  int blocks = 0;
+};
+
+}  // namespace longspan::hopper

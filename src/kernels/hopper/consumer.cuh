@@ -1,0 +1,462 @@
+// Consumers of the Hopper forward: the arithmetic of attention, 64 query rows for each warp group (see forward.cuh).
+#pragma once
+
+#include "kernels/hopper/shape.cuh"
+#include "kernels/hopper/wgmma.cuh"
+
+namespace longspan::hopper {
+
+using cuda::fast_exp2;
+using cuda::kLn2;
+
+/// Rows whose maximum grew by less than 2^kSlack keep the old one: their weights stay below 2^kSlack, which float16
+/// holds.
+inline constexpr float kSlack = 8.0f;
+
+__device__ __forceinline__ float finite(float largest) { return largest == -LONGSPAN_INFINITY ? 0.0f : largest; }
+
+/// One warp group of consumers: 64 query rows. A thread has two of them, 8 apart, and of each two columns in every 8.
+template <class S>
+struct Consumer {
+  using T = typename S::Element;
+  static constexpr int kColumns = S::kColumns, kKeys = S::kKeys;
+
+  const HopperLaunch& a;
+  const Memory<S> memory;
+  Task* const tasks;
+  const int group, thread, lane;
+  float scores[kKeys / 2];
+  float out[kColumns / 2];
+  std::uint32_t weights[kKeys / 4];
+  float largest[2], sum[2];
+  std::uint32_t taken = 0;
+  Ring<S::kStages> k, v;
+  // The item: key tiles of the block, those of this group [skipped_below, mine), tiles without a mask, strand, first
+  // row.
+  int tiles, mine, skipped_below, unmasked, keys, own_row;
+  std::uint32_t q_tile;
+  int add = 0;  // 0 makes P V start from zero: clearing registers while products run would serialise them
+
+  __device__ __forceinline__ Consumer(const HopperLaunch& launch, Memory<S> shared, Task* task_slots, int group_index)
+      : a(launch),
+        memory(shared),
+        tasks(task_slots),
+        group(group_index),
+        thread(threadIdx.x % kGroupThreads),
+        lane(threadIdx.x % kWarpThreads) {}
+
+  // The token that lets a group start its products, handed round by named barriers 1 .. kGroups.
+  __device__ __forceinline__ void await_token() const { sync_threads(1 + group, 2 * kGroupThreads); }
+  __device__ __forceinline__ void pass_token() const {
+    arrive_threads(1 + (group + 1 == S::kGroups ? 0 : group + 1), 2 * kGroupThreads);
+  }
+  __device__ __forceinline__ void sync_group() const { sync_threads(1 + S::kGroups + group, kGroupThreads); }
+
+  __device__ __forceinline__ void await_key() const { wait(memory.key_full(k.stage), k.parity); }
+  __device__ __forceinline__ void await_value() const { wait(memory.value_full(v.stage), v.parity); }
+  __device__ __forceinline__ void release_key() {
+    if (lane == 0) arrive(memory.key_free(k.stage));
+    k.advance();
+  }
+  __device__ __forceinline__ void release_value(std::uint32_t stage) const {
+    if (lane == 0) arrive(memory.value_free(stage));
+  }
+  /// Tiles this group does not need: it only hands stages and token on.
+  __device__ __forceinline__ void skip(int count) {
+    for (int i = 0; i < count; ++i) {
+      await_key();
+      release_key();
+      await_token();
+      pass_token();
+      await_value();
+      release_value(v.stage);
+      v.advance();
+    }
+  }
+
+  /// The next item, or false. Counts go through a shuffle so that they and all that follows from them stay uniform.
+  __device__ __forceinline__ bool fetch() {
+    const std::uint32_t slot = taken % kQuerySlots;
+    wait(memory.query_full(slot), taken / kQuerySlots & 1);
+    const Task& task = tasks[taken % kTaskSlots];
+    tiles = uniform(task.tiles);
+    if (tiles < 0) return false;
+    keys = uniform(task.keys);
+    const int first = uniform(task.first_query) + group * kGroupRows;
+    mine = tiles;
+    skipped_below = 0;
+    unmasked = keys / kKeys;
+    if (group * kGroupRows >= uniform(task.rows)) skipped_below = tiles - 1;  // no rows: one tile, for form's sake
+    else if (a.base.causal) {
+      mine = min(tiles, (first + kGroupRows + kKeys - 1) / kKeys);
+      unmasked = min((first + 1) / kKeys, unmasked);
+    }
+    own_row = first + thread / kWarpThreads * 16 + lane / 4;
+    q_tile = memory.queries(slot) + group * S::kGroupBytes;
+    return true;
+  }
+
+  /// scores = Q K^T
+  __device__ __forceinline__ void multiply_queries() {
+    const std::uint64_t q = operand(q_tile, 16), key = operand(memory.keys(k.stage), 16);
+    pin(scores);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      const std::uint32_t block = step / 4, inside = step % 4 * 32;
+      Product<T, kKeys>::scores(scores, q + ((block * S::kQueryBlock + inside) >> 4),
+                                key + ((block * S::kKeyBlock + inside) >> 4), step > 0);
+    }
+    products_commit();
+  }
+  /// out += P V
+  __device__ __forceinline__ void multiply_values() {
+    const std::uint64_t value = operand(memory.values(v.stage), S::kKeyBlock);
+    pin(out);
+    pin(weights);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step)
+      Product<T, kColumns>::values(out, weights + 4 * step, value + ((step * 2048) >> 4), step > 0 ? 1 : add);
+    products_commit();
+    add = 1;
+  }
+
+  __device__ __forceinline__ void mask(int tile) {
+    const int first = tile * kKeys + lane % 4 * 2;
+    const int upper = (a.base.causal ? min(keys, own_row + 1) : keys) - first;
+    const int lower = (a.base.causal ? min(keys, own_row + 9) : keys) - first;
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      if (8 * j >= upper) scores[4 * j] = -LONGSPAN_INFINITY;
+      if (8 * j + 1 >= upper) scores[4 * j + 1] = -LONGSPAN_INFINITY;
+      if (8 * j >= lower) scores[4 * j + 2] = -LONGSPAN_INFINITY;
+      if (8 * j + 1 >= lower) scores[4 * j + 3] = -LONGSPAN_INFINITY;
+    }
+  }
+
+  /// Raises the maxima of rows that grew too far. Returns whether any of the warp's did; factors of the others are 1.
+  __device__ __forceinline__ bool raise(float factor, float (&correction)[2]) {
+    float even[2] = {fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])};
+    float odd[2] = {fmaxf(scores[4], scores[5]), fmaxf(scores[6], scores[7])};
+#pragma unroll
+    for (int j = 8; j < kKeys / 2; j += 8) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        even[half] = fmaxf(even[half], fmaxf(scores[j + 2 * half], scores[j + 2 * half + 1]));
+        odd[half] = fmaxf(odd[half], fmaxf(scores[j + 2 * half + 4], scores[j + 2 * half + 5]));
+      }
+    }
+    float top[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      top[half] = fmaxf(even[half], odd[half]);
+      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2)) * factor;
+    }
+    const bool grew[2] = {top[0] > largest[0] + kSlack, top[1] > largest[1] + kSlack};
+    const bool any = __any_sync(~0u, grew[0] || grew[1]);
+    if (any) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float next = grew[half] ? top[half] : largest[half];
+        correction[half] = fast_exp2(largest[half] - finite(next));
+        largest[half] = next;
+        sum[half] *= correction[half];
+      }
+    }
+    return any;
+  }
+  __device__ __forceinline__ void rescale(const float (&correction)[2]) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 2; ++j) out[j] *= correction[j / 2 % 2];
+  }
+  /// scores become weights, exp2(score - maximum), which are summed in float32 and packed for P V.
+  __device__ __forceinline__ void exponentiate(float factor) {
+    const float shift[2] = {-finite(largest[0]), -finite(largest[1])};
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kKeys / 2; ++j) {
+      scores[j] = fast_exp2(fmaf(scores[j], factor, shift[j / 2 % 2]));
+      part[j % 4] += scores[j];
+    }
+    sum[0] += part[0] + part[1];
+    sum[1] += part[2] + part[3];
+#pragma unroll
+    for (int j = 0; j < kKeys / 4; ++j) weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
+  }
+
+  /// Rows after the strand's end are other strands': they get weight 0, but 0 times NaN is NaN, so they become zeros.
+  /// Every group writes them itself, so that none has to wait for another.
+  __device__ __forceinline__ void clear_values_beyond(int end) {
+    await_value();
+    const int rows = kKeys - end;
+    const std::uint32_t first = memory.values(v.stage) + end * 128;
+#pragma unroll 1
+    for (int i = thread; i < rows * 8; i += kGroupThreads) {
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block) store_zeros(first + block * S::kKeyBlock + i * 16);
+    }
+    fence_shared();
+    sync_group();
+  }
+
+  __device__ __forceinline__ void first_softmax(float factor) {
+    largest[0] = largest[1] = -LONGSPAN_INFINITY;
+    sum[0] = sum[1] = 0.0f;
+    add = 0;
+    release_key();
+    if (mine > unmasked) mask(mine - 1);
+    if (mine * kKeys > keys && !skipped_below) clear_values_beyond(keys - (mine - 1) * kKeys);
+    float correction[2];
+    raise(factor, correction);
+    exponentiate(factor);
+  }
+  __device__ __forceinline__ void next_tile(int tile, float factor) {
+    await_key();
+    await_token();
+    multiply_queries();
+    await_value();
+    multiply_values();
+    products_wait<1>();
+    pin(scores);
+    pass_token();
+    release_key();
+    if (tile >= unmasked) mask(tile);
+    float correction[2];
+    const bool raised = raise(factor, correction);
+    products_wait<0>();
+    pin(out);
+    if (raised) rescale(correction);
+    release_value(v.stage);
+    v.advance();
+    exponentiate(factor);
+  }
+
+  /// The whole sum of each row, keys that stand for padding included.
+  __device__ __forceinline__ void finish_sums(const Task& task, float (&correction)[2]) {
+    const int padding = task.padding;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+      correction[half] = 1.0f;
+      if (padding > 0) {
+        const float next = fmaxf(largest[half], 0.0f);
+        correction[half] = fast_exp2(largest[half] - next);
+        largest[half] = next;
+        sum[half] = fmaf(static_cast<float>(padding), fast_exp2(-next), sum[half] * correction[half]);
+      }
+    }
+  }
+  __device__ __forceinline__ void write_lse(const Task& task, int row, int half) const {
+    if (!a.base.lse || lane % 4 != 0) return;
+    const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(row) * task.stride;
+    a.base.lse[a.base.lse_offset(task.entry, q_row, task.head)] =
+        sum[half] == 0.0f ? -LONGSPAN_INFINITY : fmaf(finite(largest[half]), kLn2, logf(sum[half]));
+  }
+
+  /// Whether earlier (1) and later (2) branches cover a position. The four threads of a row look at a quarter of them
+  /// each.
+  __device__ __forceinline__ unsigned other_branches(const Task& task, int position) const {
+    unsigned found = 0;
+    for (int b = lane % 4; b < a.base.branch_count; b += 4) {
+      if (b != task.branch && a.base.covered(task.head, position, task.length, b, b + 1))
+        found |= b < task.branch ? 1 : 2;
+    }
+    found |= __shfl_xor_sync(~0u, found, 1);
+    return found | __shfl_xor_sync(~0u, found, 2);
+  }
+
+  /// Until the earlier branches of an item's rows are done: warp 0 looks, one branch for each of its threads.
+  __device__ __forceinline__ void await_earlier(const Task& task) const {
+    if (thread < a.base.work_count) {
+      const cuda::Work& work = a.base.work[thread];
+      if (work.branch >= 0 && work.branch < task.branch && work.range == task.range) {
+        const unsigned expected = static_cast<unsigned>(work.segments * work.tiles * S::kGroups);
+        const unsigned* const counter = a.finished(work.branch, task.range, task.entry, task.head);
+        while (cuda::load_acquire(counter) < expected) __nanosleep(64);
+      }
+    }
+    sync_group();
+  }
+
+  /// Takes up what earlier branches left of rows they share with this one, and puts down the state of rows that a later
+  /// one continues. Returns a bit for each of the two rows that none does. Memory is far: all loads come before stores.
+  __device__ __forceinline__ unsigned merge(const Task& task, int row, const float (&correction)[2]) {
+    constexpr int kPairs = kColumns / 8, kAtOnce = kColumns <= 64 ? 2 : 1;
+    const int pairs = (a.base.columns - lane % 4 * 2 + 7) / 8;  // of columns that exist
+    unsigned others[2];
+    std::int64_t packed[2];
+    float2 old_sums[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = row + 8 * half;
+      others[half] = other_branches(task, task.position + own * task.stride);
+      if (own >= task.rows) others[half] = 0;
+      packed[half] =
+          a.base.packed_row(task.entry, task.q_row + static_cast<std::int64_t>(own) * task.stride, task.head);
+    }
+    await_earlier(task);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      old_sums[half] = make_float2(-LONGSPAN_INFINITY, 0.0f);
+      if (others[half] & 1) old_sums[half] = __ldcg(reinterpret_cast<const float2*>(a.base.state_sums) + packed[half]);
+    }
+    unsigned finished = 0;
+#pragma unroll
+    for (int first = 0; first < 2; first += kAtOnce) {
+      float2 old[kAtOnce][kPairs];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float2* const state = reinterpret_cast<const float2*>(a.base.state + packed[first + i] * a.base.columns);
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          old[i][j] = make_float2(0.0f, 0.0f);
+          if (others[first + i] & 1 && j < pairs) old[i][j] = __ldcg(state + 4 * j + lane % 4);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int half = first + i, own = row + 8 * half;
+        const float top = fmaxf(largest[half], old_sums[half].x), grown = fast_exp2(largest[half] - finite(top));
+        const float old_factor = fast_exp2(old_sums[half].x - finite(top)), own_factor = correction[half] * grown;
+        largest[half] = top;
+        sum[half] = fmaf(sum[half], grown, old_sums[half].y * old_factor);
+        float2* const state = reinterpret_cast<float2*>(a.base.state + packed[half] * a.base.columns);
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          float& x = out[4 * j + 2 * half];
+          float& y = out[4 * j + 2 * half + 1];
+          x = fmaf(x, own_factor, old[i][j].x * old_factor);
+          y = fmaf(y, own_factor, old[i][j].y * old_factor);
+          if (others[half] & 2 && j < pairs) __stcg(state + 4 * j + lane % 4, make_float2(x, y));
+        }
+        if (others[half] & 2) {
+          if (lane % 4 == 0)
+            __stcg(reinterpret_cast<float2*>(a.base.state_sums) + packed[half], make_float2(top, sum[half]));
+        } else if (own < task.rows) {
+          finished |= 1u << half;
+          write_lse(task, own, half);
+        }
+      }
+    }
+    return finished;
+  }
+
+  /// Rows go out through the group's own Q tile: a whole tile by the copy engine, others row by row.
+  __device__ __forceinline__ void write(const Task& task, std::uint32_t slot, std::uint32_t tile, float (&factor)[2]) {
+    const int warp = thread / kWarpThreads, warp_row = warp * 16, row = warp_row + lane / 4;
+    const int first = group * kGroupRows, rows = task.rows - first;
+    unsigned finished = (row < rows) | (row + 8 < rows) << 1;
+    if constexpr (S::kMerges) {
+      finished = merge(task, first + row, factor);
+      factor[0] = factor[1] = 1.0f;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) factor[half] *= sum[half] == 0.0f ? 0.0f : a.base.output_scale / sum[half];
+    const std::uint32_t target = tile + row * 128 + lane % 4 * 4;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const std::uint32_t place = target + j / 8 * S::kQueryBlock + ((j % 8 ^ (row & 7)) << 4);
+      store_word(place, cuda::pack<T>(out[4 * j] * factor[0], out[4 * j + 1] * factor[0]));
+      store_word(place + 1024, cuda::pack<T>(out[4 * j + 2] * factor[1], out[4 * j + 3] * factor[1]));
+    }
+    const bool whole = rows >= kGroupRows && !S::kMerges;
+    if (whole) {
+      fence_shared();
+    } else {
+      __syncwarp();
+      constexpr int kChunks = kColumns / 8;
+#pragma unroll 2
+      for (int i = lane; i < 16 * kChunks; i += kWarpThreads) {
+        const int local = i / kChunks, chunk = i % kChunks;
+        const unsigned bits = __shfl_sync(~0u, finished, (local & 7) * 4);
+        if (!(bits >> (local >> 3) & 1) || chunk * 8 >= a.base.columns) continue;
+        const uint4 words =
+            load_words(tile + chunk / 8 * S::kQueryBlock + (warp_row + local) * 128 + ((chunk % 8 ^ (local & 7)) << 4));
+        const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(first + warp_row + local) * task.stride;
+        T* const place = reinterpret_cast<T*>(a.base.out.data) + a.base.out.offset(task.entry, q_row, task.head);
+        *reinterpret_cast<uint4*>(place + chunk * 8) = words;
+      }
+      if constexpr (S::kMerges) __threadfence();
+    }
+    sync_group();
+    if (thread == 0) {
+      if (whole) {
+#pragma unroll
+        for (int block = 0; block < S::kBlocks; ++block)
+          store_box(&a.out[task.q_map], tile + block * S::kQueryBlock,
+                    {block * kBlockColumns, task.q_index + first, task.q_phase, task.head, task.entry});
+        commit_stores();
+        wait_stores_read<0>();
+      }
+      if constexpr (S::kMerges) atomicAdd(a.finished(task.branch, task.range, task.entry, task.head), 1u);
+      arrive(memory.query_free(slot));
+    }
+  }
+
+  /// Ends an item and begins the next: its first Q K^T runs while this one's rows are written.
+  __device__ __forceinline__ bool end_and_begin(float factor) {
+    const Task& task = tasks[taken % kTaskSlots];
+    const std::uint32_t slot = taken % kQuerySlots, tile = q_tile;
+    const int unneeded = skipped_below;
+    await_value();
+    const std::uint32_t last = v.stage;
+    multiply_values();
+    v.advance();
+    float correction[2];
+    finish_sums(task, correction);
+    if constexpr (!S::kMerges) {
+      const int row = group * kGroupRows + thread / kWarpThreads * 16 + lane / 4;
+      if (row < task.rows) write_lse(task, row, 0);
+      if (row + 8 < task.rows) write_lse(task, row + 8, 1);
+    }
+    if (unneeded) {
+      products_wait<0>();
+      release_value(last);
+      skip(unneeded);
+    }
+    ++taken;
+    const bool more = fetch();
+    if (more) {
+      skip(tiles - mine);
+      await_key();
+      await_token();
+    }
+    multiply_queries();  // after the last item on what lies there, unused: a branch here would serialise all products
+    if (more) pass_token();
+    products_wait<1>();
+    pin(out);
+    if (!unneeded) release_value(last);
+    write(task, slot, tile, correction);
+    products_wait<0>();
+    pin(scores);
+    if (more) first_softmax(factor);
+    return more;
+  }
+
+  __device__ __forceinline__ void run() {
+    const float factor = a.base.scale * cuda::kLog2E;
+    if (group == S::kGroups - 1) pass_token();
+    bool more = fetch();
+    if (more) {
+      skip(tiles - mine);
+      await_key();
+      await_token();
+      multiply_queries();
+      pass_token();
+      products_wait<0>();
+      pin(scores);
+      first_softmax(factor);
+    }
+    // No product is in flight where branches meet: the assembler would serialise all of them.
+    while (more) {
+      for (int tile = mine - 2; tile >= skipped_below; --tile) next_tile(tile, factor);
+      more = end_and_begin(factor);
+    }
+    if (thread == 0) wait_stores();
+  }
+};
+
+}  // namespace longspan::hopper

@@ -1,0 +1,78 @@
+// Forward on Hopper: one block for each multiprocessor, which takes items (a tile of query rows of one strand) until
+// none is left.
+//   producer   a warp group with few registers: one thread takes items and lets the copy engine load Q, K and V; its
+//   other
+//              warps write zeros to rows that no branch covers
+//   consumers  kGroups warp groups of 64 query rows each. S = Q K^T reads both from shared memory, P stays in registers
+//              as the A operand of P V; Q K^T of a tile runs together with P V of the tile before, and the first Q K^T
+//              of the next item under this one's end. A token lets one group at a time start its products.
+//   keys       tiles from the last to the first, so that only the first tiles need masks; the grid of tiles begins at
+//   the
+//              strand's start and each row decides alone when to rescale: a row's bits are its own
+#pragma once
+
+#include "kernels/cuda/start.cuh"
+#include "kernels/hopper/consumer.cuh"
+#include "kernels/hopper/kernels.h"
+#include "kernels/hopper/producer.cuh"
+
+namespace longspan::hopper {
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant__ HopperLaunch a) {
+  extern __shared__ char raw[];
+  __shared__ Task tasks[kTaskSlots];
+  const Memory<S> memory{(cuda::shared_address(raw) + 1023) & ~1023u};
+  if (threadIdx.x == 0) {
+    for (std::uint32_t slot = 0; slot < kQuerySlots; ++slot) {
+      barrier_init(memory.query_full(slot), 1);
+      barrier_init(memory.query_free(slot), S::kGroups);
+    }
+    // Stages are given back warp by warp: nothing is assumed about warps of a group ending together.
+    for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {
+      barrier_init(memory.key_full(stage), 1);
+      barrier_init(memory.value_full(stage), 1);
+      barrier_init(memory.key_free(stage), 4 * S::kGroups);
+      barrier_init(memory.value_free(stage), 4 * S::kGroups);
+    }
+    publish_barriers();
+  }
+  for (std::uint32_t i = threadIdx.x * 16; i < Memory<S>::kZeros; i += S::kThreads * 16)
+    store_zeros(memory.zeros() + i);
+  fence_shared();
+  __syncthreads();
+
+  const int group = uniform(threadIdx.x / kGroupThreads);
+  if (group == 0) {
+    give_registers<S::kProducerRegisters>();
+    Producer<S>{a, memory, tasks}.run();
+  } else {
+    take_registers<S::kConsumerRegisters>();
+    Consumer<S>(a, memory, tasks, group - 1).run();
+  }
+}
+
+/// Head dims between those instantiated run with columns of zeros, which are in no tensor.
+template <class T>
+cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cudaStream_t stream) {
+  const auto run = [&]<bool kMerges, int kColumns, int kGroups, int kKeys, int kStages>() {
+    using S = Shape<T, kMerges, kColumns, kGroups, kKeys, kStages>;
+    return cuda::start<&forward<S>>(choice.blocks, S::kThreads, Memory<S>::kBytes, stream, launch);
+  };
+  const auto run_either = [&]<int kColumns, int kGroups, int kKeys, int kStages>() {
+    return launch.base.merges ? run.template operator()<true, kColumns, kGroups, kKeys, kStages>()
+                              : run.template operator()<false, kColumns, kGroups, kKeys, kStages>();
+  };
+  const auto is = [&](int columns, int groups, int keys, int stages) {
+    return choice.columns == columns && choice.groups == groups && choice.keys == keys && choice.stages == stages;
+  };
+  if (is(48, 3, 128, 4)) return run_either.template operator()<48, 3, 128, 4>();
+  if (is(48, 4, 64, 6)) return run_either.template operator()<48, 4, 64, 6>();
+  if (is(64, 3, 128, 4)) return run_either.template operator()<64, 3, 128, 4>();
+  if (is(64, 4, 64, 6)) return run_either.template operator()<64, 4, 64, 6>();
+  if (is(96, 3, 80, 3)) return run_either.template operator()<96, 3, 80, 3>();
+  if (is(128, 3, 80, 3)) return run_either.template operator()<128, 3, 80, 3>();
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace longspan::hopper

@@ -1,0 +1,47 @@
+// What the Hopper kernel is told: what every CUDA kernel is told, and maps by which the copy engine finds a strand's
+// rows.
+//   A branch of dilation r sees rows as a grid: row x is at (index x / r, phase x mod r). The rows of a strand are then
+//   neighbours in index at one phase, whatever its segment, and one box of the map is a tile of the strand, read in
+//   place. Phases hold ceil(rows / r) or floor(rows / r) rows; each kind has a map, so nothing past the end is touched.
+#pragma once
+
+#include <cuda.h>
+
+#include "kernels/cuda/launch.h"
+
+namespace longspan::hopper {
+
+inline constexpr int kMaxMaps = 16;
+inline constexpr int kGroupRows = 64;     // query rows of a warp group, and of a box of q and out
+inline constexpr int kBlockColumns = 64;  // columns of a box: 128 bytes, which is what the swizzle spans
+
+struct alignas(128) HopperLaunch {
+  CUtensorMap q[kMaxMaps], k[kMaxMaps], v[kMaxMaps], out[kMaxMaps];
+  cuda::Launch base;
+  int first_map[cuda::kMaxBranches];
+  unsigned* ticket;     // next item; null: items are dealt out in turn
+  unsigned items;       // without those that fill
+  unsigned fill_items;  // by rows, where boxes of zeros do not fit the pattern
+  bool fill_boxes;      // uncovered rows are whole phases
+
+  /// Counts warp groups that are done with items of a branch, where branches wait for one another.
+  LONGSPAN_DEVICE unsigned* finished(int branch, int range, int entry, int head) const {
+    return base.finished + ((range * base.branch_count + branch) * base.batch + entry) * base.heads + head;
+  }
+  /// The map of a branch for rows of one phase, of `rows` in all.
+  LONGSPAN_DEVICE int map(int branch, int phase, int rows) const {
+    const int longer = rows % base.branches[branch].dilation;
+    return first_map[branch] + (longer > 0 && phase >= longer);
+  }
+};
+
+/// An item as the warp groups of a block hand it on, in shared memory.
+struct Task {
+  int tiles;  // of keys; -1: there are no more items
+  int keys, first_query, rows;
+  int q_map, q_index, q_phase, k_map, k_index, k_phase;
+  int head, kv_head, entry, q_row, stride;
+  int branch, range, length, position, padding;
+};
+
+}  // namespace longspan::hopper

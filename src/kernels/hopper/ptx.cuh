@@ -1,0 +1,131 @@
+// Thin wrappers for what Hopper adds: barriers in shared memory that count bytes, the copy engine, registers handed
+// from one warp group to another, and descriptors of matrix operands in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/ptx.cuh"
+
+namespace longspan::hopper {
+
+// Barriers in shared memory.
+__device__ __forceinline__ void barrier_init(std::uint32_t barrier, std::uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+/// Arrives, and lets the barrier wait for so many bytes of copies too.
+__device__ __forceinline__ void arrive_and_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }\n"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+  } while (!done);
+}
+
+// Named barriers of warps.
+__device__ __forceinline__ void sync_threads(int name, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(name), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_threads(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(name), "r"(threads) : "memory");
+}
+
+// The copy engine. Coordinates are (column, row of the strand's grid, phase in it, head, entry).
+struct Place {
+  int column, index, phase, head, entry;
+};
+__device__ __forceinline__ void load_box(std::uint32_t target, const CUtensorMap* map, std::uint32_t barrier, Place p) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], "
+      "[%2];\n" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(p.column), "r"(p.index), "r"(p.phase), "r"(p.head), "r"(p.entry)
+      : "memory");
+}
+__device__ __forceinline__ void store_box(const CUtensorMap* map, std::uint32_t source, Place p) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];\n" ::"l"(map),
+               "r"(source), "r"(p.column), "r"(p.index), "r"(p.phase), "r"(p.head), "r"(p.entry)
+               : "memory");
+}
+/// The same for data that nobody reads soon.
+__device__ __forceinline__ void store_box_once(const CUtensorMap* map, std::uint32_t source, Place p) {
+  std::uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2,%3,%4,%5,%6}], [%1], %7;\n" ::
+          "l"(map),
+      "r"(source), "r"(p.column), "r"(p.index), "r"(p.phase), "r"(p.head), "r"(p.entry), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+/// Until all but kPending groups of stores have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
+}
+__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+/// What threads wrote to shared memory becomes visible to the copy engine and to matrix products.
+__device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// Shared memory by address.
+__device__ __forceinline__ void store_word(std::uint32_t address, std::uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_zeros(std::uint32_t address) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};\n" ::"r"(address), "r"(0) : "memory");
+}
+__device__ __forceinline__ uint4 load_words(std::uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// Matrix products of a warp group.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+/// Registers of a product in flight may not be read or moved across this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void pin(std::uint32_t (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+/// An operand in shared memory in rows of 128 bytes, swizzled over 1024. `distance`: bytes from one block of 64 columns
+/// to the next, where columns are the operand's rows.
+__device__ __forceinline__ std::uint64_t operand(std::uint32_t address, std::uint32_t distance) {
+  constexpr std::uint64_t kEightRows = 1024 >> 4, kSwizzle128 = std::uint64_t{1} << 62;
+  return (address & 0x3FFFF) >> 4 | static_cast<std::uint64_t>(distance >> 4) << 16 | kEightRows << 32 | kSwizzle128;
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+}  // namespace longspan::hopper

@@ -1,0 +1,76 @@
+// Tile shapes of the Hopper forward, and what lies where in a block's shared memory.
+#pragma once
+
+#include "kernels/cuda/fill.cuh"
+#include "kernels/hopper/launch.h"
+#include "kernels/hopper/ptx.cuh"
+
+namespace longspan::hopper {
+
+using cuda::kWarpThreads;
+
+inline constexpr int kGroupThreads = 128;
+inline constexpr int kQuerySlots = 2, kTaskSlots = 4;
+
+/// kMerges: several branches may share rows, which are then handed from one to the next.
+template <class T, bool kMergesValue, int kColumnsValue, int kGroupsValue, int kKeysValue, int kStagesValue>
+struct Shape {
+  using Element = T;
+  static constexpr bool kMerges = kMergesValue;
+  static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
+  static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kGroups + 1);
+  static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
+  // Blocks of 64 columns: rows of 128 bytes, one block after the other.
+  static constexpr std::uint32_t kQueryBlock = kGroupRows * 128, kGroupBytes = kQueryBlock * kBlocks;
+  static constexpr std::uint32_t kQueryBytes = kGroupBytes * kGroups;
+  static constexpr std::uint32_t kKeyBlock = kKeys * 128, kKeyBytes = kKeyBlock * kBlocks;
+  // After setmaxnreg the groups together may hold what they were launched with: 65536 / kThreads, in steps of 8.
+  static constexpr int kConsumerRegisters = kGroups == 4 ? 112 : 160, kProducerRegisters = 32;
+  static_assert(kGroups * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * (kGroups + 1));
+  // A group hands on stages it does not need while it holds one of V: those must not fill the ring.
+  static_assert((kGroups - 1) * kGroupRows / kKeys + 1 < kStages);
+};
+
+/// Addresses in shared memory.
+template <class S>
+struct Memory {
+  static constexpr std::uint32_t kZeros = kGroupRows * 128;
+  static constexpr std::uint32_t kBarriers = 8 * (2 * kQuerySlots + 4 * S::kStages);
+  static constexpr int kBytes =
+      static_cast<int>(1024 + kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kBarriers);
+  std::uint32_t base;
+
+  __device__ __forceinline__ std::uint32_t queries(std::uint32_t slot) const { return base + slot * S::kQueryBytes; }
+  __device__ __forceinline__ std::uint32_t keys(std::uint32_t stage) const {
+    return base + kQuerySlots * S::kQueryBytes + stage * S::kKeyBytes;
+  }
+  __device__ __forceinline__ std::uint32_t values(std::uint32_t stage) const { return keys(S::kStages + stage); }
+  __device__ __forceinline__ std::uint32_t zeros() const { return keys(2 * S::kStages); }
+  __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const { return zeros() + kZeros + 8 * index; }
+  __device__ __forceinline__ std::uint32_t query_full(std::uint32_t slot) const { return barrier(slot); }
+  __device__ __forceinline__ std::uint32_t query_free(std::uint32_t slot) const { return barrier(kQuerySlots + slot); }
+  __device__ __forceinline__ std::uint32_t ring(std::uint32_t which, std::uint32_t stage) const {
+    return barrier(2 * kQuerySlots + which * S::kStages + stage);
+  }
+  __device__ __forceinline__ std::uint32_t key_full(std::uint32_t stage) const { return ring(0, stage); }
+  __device__ __forceinline__ std::uint32_t key_free(std::uint32_t stage) const { return ring(1, stage); }
+  __device__ __forceinline__ std::uint32_t value_full(std::uint32_t stage) const { return ring(2, stage); }
+  __device__ __forceinline__ std::uint32_t value_free(std::uint32_t stage) const { return ring(3, stage); }
+};
+
+/// A place in a ring of kStages buffers and how often it went round.
+template <int kStages>
+struct Ring {
+  std::uint32_t stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// A value that is the same in a whole warp, in a form that shows it: what follows from it stays in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+}  // namespace longspan::hopper

@@ -1,0 +1,237 @@
+// What the Hopper forward promises besides matching the reference (which gpu_matches_reference_test checks for every
+// kernel): long strands and ragged ends, exact lse, bits that repeat, errors no larger than the portable kernel's.
+#include <gtest/gtest.h>
+
+#include <tuple>
+
+#include "gpu/device_case.h"
+#include "kernels/hopper/hopper.h"
+
+namespace longspan::testing {
+namespace {
+
+constexpr const char* kName = "hopper-wgmma";
+
+Options with(bool causal, const char* kernel = kName) {
+  Options options;
+  options.causal = causal;
+  options.kernel = kernel;
+  return options;
+}
+
+Problem problem_of(std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
+  Problem problem;
+  problem.device = kGpu;
+  problem.dtype = DType::bf16;
+  problem.tokens = problem.query_rows = tokens;
+  problem.heads = problem.kv_heads = heads;
+  problem.head_dim = head_dim;
+  return problem;
+}
+
+bool has_hopper() {
+  const Plan plan(Pattern::dense(), {}, problem_of(64, 1, 64));
+  return hopper::kForward.can_run(plan, Pass::forward).ok;
+}
+#define LONGSPAN_NEEDS_HOPPER() \
+  if (!has_hopper()) GTEST_SKIP() << "no Hopper GPU"
+
+/// The tile shape follows the strands, not the sequence, and can be printed.
+TEST(HopperChoice, FollowsStrandsAndHeadDim) {
+  const auto shape = [](const Pattern& pattern, std::int64_t tokens, std::int64_t head_dim) {
+    return to_string(hopper::choose(Plan(pattern, {}, problem_of(tokens, 4, head_dim))));
+  };
+  EXPECT_EQ(shape(Pattern::dense(), 16384, 64),
+            "192 x 128 tiles for strands of about 16384 rows, head dim as 64, 4 stages");
+  EXPECT_EQ(shape(Pattern::dense(), 512, 64), "256 x 64 tiles for strands of about 512 rows, head dim as 64, 6 stages");
+  EXPECT_EQ(shape(Pattern::dilated({4096}, {8}), 131072, 40),
+            "256 x 64 tiles for strands of about 512 rows, head dim as 48, 6 stages");
+  EXPECT_EQ(shape(Pattern::dilated({2048, 8192}, {1, 4}), 131072, 48),
+            "192 x 128 tiles for strands of about 2048 rows, head dim as 48, 4 stages");
+  EXPECT_EQ(shape(Pattern::dense(), 300, 72), "192 x 80 tiles for strands of about 300 rows, head dim as 96, 3 stages");
+  EXPECT_EQ(shape(Pattern::dense(), 8192, 128),
+            "192 x 80 tiles for strands of about 8192 rows, head dim as 128, 3 stages");
+}
+
+struct Setting {
+  const char* name;
+  Pattern pattern;
+  Shape shape;
+  std::vector<std::int64_t> lengths;
+  std::vector<RowRange> ranges;
+};
+
+/// Several tiles of keys and of queries, ends in the middle of both, two kinds of phases, several entries.
+std::vector<Setting> settings() {
+  const Pattern groups = Pattern::dilated({512, 1024, 2048}, {1, 2, 4}), ragged = Pattern::dilated({700, 1500}, {3, 4});
+  const Pattern slide = Pattern::longnet({300, 900, 4000}, {1, 2, 5}, PhaseRule::torchscale).with_pad_keys();
+  return {{"dense", Pattern::dense(), {1, 2048, 2, 2, 64}, {}, {}},
+          {"dense_ragged", Pattern::dense(), {2, 1501, 2, 1, 64}, {}, {}},
+          {"dense_wide", Pattern::dense(), {1, 1300, 2, 2, 128}, {}, {}},
+          {"short_strands", Pattern::dilated({400, 800}, {1, 2}), {2, 2000, 4, 2, 64}, {}, {}},
+          {"groups", groups, {1, 4096, 3, 3, 64}, {}, {}},
+          {"groups_wide", groups, {1, 4096, 3, 3, 128}, {}, {}},
+          {"groups_ragged", ragged, {2, 2999, 4, 2, 64}, {}, {}},
+          {"groups_d96", ragged, {1, 2999, 2, 2, 96}, {}, {}},
+          {"groups_d40", ragged, {1, 2999, 2, 2, 40}, {}, {}},
+          {"lengths", groups, {2, 2048, 3, 3, 64}, {1777, 300}, {}},
+          {"ranges", ragged, {1, 2999, 2, 2, 64}, {}, {{700, 900}, {2900, 99}}},
+          {"slide", slide, {1, 2001, 4, 4, 48}, {}, {}},
+          {"slide_lengths", slide, {2, 1201, 4, 4, 64}, {1200, 77}, {}},
+          {"slide_wide", slide, {1, 1201, 4, 4, 128}, {}, {}},
+          {"slide_ranges", slide, {1, 2001, 4, 4, 48}, {}, {{1000, 1001}, {5, 300}}},
+          {"slide_short", Pattern::longnet({64, 300}, {1, 3}), {1, 700, 4, 4, 64}, {}, {}}};
+}
+
+using Parameters = std::tuple<Setting, DType, bool>;
+class HopperForward : public ::testing::TestWithParam<Parameters> {
+ protected:
+  Case make(const char* kernel = kName) const {
+    const auto& [setting, dtype, causal] = GetParam();
+    Case c(setting.pattern, with(causal, kernel), setting.shape, dtype, causal ? Layout::bhnd : Layout::bnhd,
+           setting.ranges);
+    c.lengths = setting.lengths;
+    return c;
+  }
+};
+
+TEST_P(HopperForward, MatchesWithExactLseAndNoMoreErrorThanThePortableKernel) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Case c = make(), portable_case = make("cuda-mma");
+  const reference::Expectation want = c.expected(false);
+  DeviceCase device(c), portable(portable_case);
+  device.forward(Attention(c.pattern, c.options), device.call());
+  portable.forward(Attention(c.pattern, portable_case.options), portable.call());
+  const Results &got = device.download(), &other = portable.download();
+  const auto out = reference::compare(got.out.view(), want.out),
+             beside = reference::compare(other.out.view(), want.out);
+  EXPECT_LE(out.over_tolerance, 1) << out.worst;
+  EXPECT_LE(out.rms_over_model, 1.1 * beside.rms_over_model);
+  const auto lse = reference::compare(got.lse.view(), want.lse);
+  EXPECT_LE(lse.over_tolerance, 1) << lse.worst;
+  EXPECT_LE(lse.largest_error, 1e-5);
+}
+
+TEST_P(HopperForward, RepeatsBitForBit) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Case c = make();
+  const Attention attention(c.pattern, c.options);
+  DeviceCase device(c);
+  device.forward(attention, device.call());
+  const Results first = device.download();
+  const std::size_t out_bytes = static_cast<std::size_t>(c.shape.batch * c.rows * c.shape.heads * c.shape.head_dim * 2);
+  for (int i = 0; i < 100; ++i) {
+    cudaMemset(device.out.output().data, 0xFF, out_bytes);
+    device.forward(attention, device.call());
+    if (i % 20 == 19) {
+      device.download();
+      ASSERT_EQ(device.results.out, first.out) << "repeat " << i;
+      ASSERT_EQ(device.results.lse, first.lse) << "repeat " << i;
+    }
+  }
+}
+
+std::string name_of_case(const ::testing::TestParamInfo<Parameters>& parameters) {
+  const auto& [setting, dtype, causal] = parameters.param;
+  return std::string(setting.name) + "_" + std::string(name_of(dtype)) + (causal ? "_causal" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Hopper, HopperForward,
+                         ::testing::Combine(::testing::ValuesIn(settings()), ::testing::Values(DType::bf16, DType::f16),
+                                            ::testing::Bool()),
+                         name_of_case);
+
+/// NaN in rows beyond `lengths`, or in one strand, reaches no other strand, although tiles end between strands.
+TEST(HopperValues, NaNStaysInItsStrand) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const std::int64_t head_dim : {64, 128}) {
+    Case c(Pattern::dilated({200, 400}, {1, 2}), with(false), {2, 1000, 2, 2, head_dim}, DType::bf16);
+    c.lengths = {1000, 333};
+    for (std::int64_t column = 0; column < head_dim; ++column) {
+      for (std::int64_t head = 0; head < 2; ++head) {
+        for (std::int64_t row = 333; row < 1000; ++row) {
+          c.k.set(1, row, head, column, std::nan(""));
+          c.v.set(1, row, head, column, std::nan(""));
+        }
+        for (std::int64_t row = 400; row < 600; ++row) c.v.set(0, row, head, column, std::nan(""));
+      }
+    }
+    DeviceCase device(c);
+    device.forward(Attention(c.pattern, c.options), device.call());
+    const Results& got = device.download();
+    got.out.for_each([&](auto entry, auto row, auto head, auto column) {
+      const bool poisoned =
+          entry == 0 && (head == 0 ? row >= 400 && row < 600 : row >= 400 && row < 800 && row % 2 == 1);
+      ASSERT_EQ(std::isnan(got.out.at(entry, row, head, column)), poisoned)
+          << "entry " << entry << " row " << row << " head " << head << " head_dim " << head_dim;
+    });
+  }
+}
+
+/// Inputs whose rows or entries repeat (strides of 0) are computed too, if not by the copy engine.
+TEST(HopperValues, ExpandedInputs) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Case c(Pattern::dense(), with(false), {1, 300, 2, 2, 64}, DType::bf16);
+  const reference::Expectation want = c.expected(false);
+  DeviceCase device(c);
+  const Tensor twice(DType::bf16, 2, 300, 2, 64);
+  const DeviceTensor out(twice.view());
+  const auto expand = [](ConstTensorView view) {
+    view.sizes[0] = 2;
+    view.strides[0] = 0;
+    return view;
+  };
+  Attention(c.pattern, c.options)
+      .forward(expand(device.q.view()), expand(device.k.view()), expand(device.v.view()), out.output());
+  expect_success(cudaDeviceSynchronize());
+  for (std::int64_t entry = 0; entry < 2; ++entry) {
+    ConstTensorView half = out.view();
+    half.sizes[0] = 1;
+    half.data = static_cast<const std::byte*>(half.data) + entry * half.strides[0] * 2;
+    Tensor host(DType::bf16, 1, 300, 2, 64);
+    expect_success(cudaMemcpy(host.view().data, half.data, 300 * 2 * 64 * 2, cudaMemcpyDeviceToHost));
+    const auto comparison = reference::compare(std::as_const(host).view(), want.out);
+    EXPECT_TRUE(comparison.ok()) << comparison.worst;
+  }
+}
+
+/// What it refuses it refuses by name, and the portable kernel takes it.
+TEST(HopperRefusals, SayWhy) {
+  LONGSPAN_NEEDS_HOPPER();
+  const auto why = [](Problem problem, Options options = {}, const Pattern& pattern = Pattern::dense()) {
+    const auto plan = Attention(pattern, options).plan(problem);
+    const Verdict verdict = hopper::kForward.can_run(*plan, Pass::forward);
+    EXPECT_FALSE(verdict.ok);
+    EXPECT_NE(plan->kernel(Pass::forward), nullptr) << plan->why_no_kernel(Pass::forward);
+    return verdict.reason;
+  };
+  const auto names = [](const std::string& reason, const char* words) {
+    EXPECT_NE(reason.find(words), std::string::npos) << reason;
+  };
+  Problem problem = problem_of(300, 4, 64);
+  problem.alignment = 8;
+  names(why(problem), "multiples of 16 bytes, here of 8");
+  problem = problem_of(300, 4, 136);
+  names(why(problem), "head dims up to 128, here it is 136");
+  problem = problem_of(300, 4, 64);
+  problem.has_key_mask = true;
+  names(why(problem), "key_mask");
+  problem = problem_of(300, 4, 64);
+  problem.dtype = DType::f32;
+  names(why(problem), "tensors are f32");
+  Options options;
+  options.dropout = 0.1;
+  names(why(problem_of(300, 4, 64), options), "dropout");
+  options = {};
+  options.scale = -1.0;
+  names(why(problem_of(300, 4, 64), options), "scale must be positive");
+  names(why(problem_of(301, 16, 64), {},
+            Pattern::longnet({64, 64, 64, 64, 64, 64, 64, 64, 64}, {2, 3, 4, 5, 6, 8, 9, 10, 11})),
+        "this pattern needs 18");
+  const auto plan = Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64));
+  EXPECT_FALSE(hopper::kForward.can_run(*plan, Pass::backward).ok);
+  EXPECT_EQ(plan->kernel(Pass::forward)->name, kName);
+}
+
+}  // namespace
+}  // namespace longspan::testing

@@ -28,7 +28,8 @@ struct Workload {
   Pattern pattern;
   bool causal = false;
   DType dtype = DType::bf16;
-  bool always = true;  // false: only when asked for by name
+  Options options = {};  // besides causal
+  bool always = true;    // false: only when asked for by name
 };
 
 std::vector<Workload> workloads() {
@@ -49,7 +50,6 @@ std::vector<Workload> workloads() {
     add("million", 1048576, 12, 64, million);
     add("wide131k", 131072, 16, 128, Pattern::dilated({8192, 16384, 32768, 65536}, {1, 2, 4, 8}));
     if (!causal) add("slide10k", 10001, 16, 48, slide, DType::f16);
-    if (!causal) add("dense4k_f32", 4096, 8, 64, Pattern::dense(), DType::f32);
     // Only by name: what a call costs; strands of one length; 512 strands of 2,048 rows at several dilations; a larger
     // slide.
     const std::size_t named = list.size();
@@ -61,6 +61,14 @@ std::vector<Workload> workloads() {
     if (!causal) add("slide65k", 65536, 16, 48, slide, DType::f16);
     for (std::size_t i = named; i < list.size(); ++i) list[i].always = false;
   }
+  const auto add_special = [&](std::string name, std::int64_t tokens, std::int64_t heads, DType dtype, auto&& set) {
+    list.push_back({std::move(name), tokens, heads, 64, Pattern::dense(), false, dtype});
+    set(list.back().options);
+  };
+  add_special("dense4k_f32", 4096, 8, DType::f32, [](Options&) {});
+  add_special("dense4k_tf32", 4096, 8, DType::f32, [](Options& options) { options.allow_tf32 = true; });
+  add_special("dense16k_d64_deterministic", 16384, 16, DType::bf16,
+              [](Options& options) { options.deterministic = true; });
   return list;
 }
 
@@ -128,7 +136,7 @@ Times measure(Body&& body) {
 }
 
 void run(const Workload& work, Device device, const std::string& kernel, bool forward_only) {
-  Options options;
+  Options options = work.options;
   options.causal = work.causal;
   options.kernel = kernel;
   const Attention attention(work.pattern, options);

@@ -1,38 +1,18 @@
 // Every kernel of this machine against the float64 reference: pattern x dtype x causal x shape, out, lse and all three
 // gradients, for each kernel that can run it. Then every option, alone and together.
-#include "support/case.h"
+#include "support/suite.h"
 
 namespace longspan::testing {
 namespace {
 
-struct NamedPattern {
-  const char* name;
-  Pattern pattern;
-};
-
-std::vector<NamedPattern> patterns() {
-  return {{"dense", Pattern::dense()},
-          {"groups", Pattern::dilated({16, 32, 64}, {1, 2, 4})},
-          {"groups_ragged", Pattern::dilated({23, 50}, {3, 7}).with_output_scale(0.5)},
-          {"dilation_beyond_segment", Pattern::dilated({4, 1}, {9, 3})},
-          {"longnet_paper", Pattern::longnet({16, 48, 1024}, {1, 3, 6})},
-          {"longnet_torchscale_padded", Pattern::longnet({20, 57, 100}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys()},
-          {"skip", Pattern::longnet({16, 4096}, {1, 2}).with_long_segments(LongSegments::skip)}};
-}
-
-struct NamedShape {
-  const char* name;
-  Shape shape;
-};
+std::vector<NamedPattern> patterns() { return suite_patterns({{16, 32, 64}, {23, 50}, {16, 48, 1024}, {20, 57, 100}, 16}); }
 
 std::vector<NamedShape> shapes() {
   return {{"even", {1, 128, 4, 4, 32}}, {"ragged", {2, 101, 5, 5, 24}}, {"grouped_queries", {1, 131, 6, 2, 16}}, {"tiny", {1, 3, 3, 1, 8}},
           {"odd_dim", {1, 67, 3, 3, 13}}, {"wide", {1, 70, 3, 3, 160}}, {"longer", {1, 700, 3, 3, 64}}};
 }
 
-using Parameters = std::tuple<NamedPattern, DType, bool, NamedShape>;
-
-class MatchesReference : public ::testing::TestWithParam<Parameters> {};
+class MatchesReference : public ::testing::TestWithParam<SuiteParameters> {};
 
 TEST_P(MatchesReference, ForwardAndGradients) {
   const auto& [pattern, dtype, causal, shape] = GetParam();
@@ -42,16 +22,11 @@ TEST_P(MatchesReference, ForwardAndGradients) {
   Case(pattern.pattern, options, shape.shape, dtype, layout).expect_matches();
 }
 
-std::string name_of_case(const ::testing::TestParamInfo<Parameters>& info) {
-  const auto& [pattern, dtype, causal, shape] = info.param;
-  return std::string(pattern.name) + "_" + std::string(name_of(dtype)) + (causal ? "_causal_" : "_full_") + shape.name;
-}
-
 INSTANTIATE_TEST_SUITE_P(EveryKernel, MatchesReference,
                          ::testing::Combine(::testing::ValuesIn(patterns()),
                                             ::testing::Values(DType::f32, DType::bf16, DType::f16), ::testing::Bool(),
                                             ::testing::ValuesIn(shapes())),
-                         name_of_case);
+                         suite_name);
 
 class EveryKernelOption : public ::testing::TestWithParam<DType> {
  protected:

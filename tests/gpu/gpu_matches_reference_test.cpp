@@ -1,30 +1,14 @@
 // Every GPU kernel against the float64 reference: pattern x dtype x causal x shape, then every option alone and
 // together.
 #include "gpu/device_case.h"
+#include "support/suite.h"
 
 namespace longspan::testing {
 namespace {
 
-struct NamedPattern {
-  const char* name;
-  Pattern pattern;
-};
-
 std::vector<NamedPattern> patterns() {
-  return {
-      {"dense", Pattern::dense()},
-      {"groups", Pattern::dilated({64, 128, 512}, {1, 2, 4})},
-      {"groups_ragged", Pattern::dilated({150, 230}, {3, 7}).with_output_scale(0.5)},
-      {"dilation_beyond_segment", Pattern::dilated({4, 1}, {9, 3})},
-      {"longnet_paper", Pattern::longnet({64, 200, 1024}, {1, 3, 6})},
-      {"longnet_torchscale_padded", Pattern::longnet({60, 157, 400}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys()},
-      {"skip", Pattern::longnet({64, 4096}, {1, 2}).with_long_segments(LongSegments::skip)}};
+  return suite_patterns({{64, 128, 512}, {150, 230}, {64, 200, 1024}, {60, 157, 400}, 64});
 }
-
-struct NamedShape {
-  const char* name;
-  Shape shape;
-};
 
 std::vector<NamedShape> shapes() {
   return {{"d64", {1, 384, 4, 4, 64}},   {"d128_ragged", {2, 301, 3, 3, 128}}, {"grouped_queries", {1, 331, 6, 2, 64}},
@@ -32,28 +16,51 @@ std::vector<NamedShape> shapes() {
           {"d256", {1, 170, 3, 3, 256}}, {"d200", {1, 131, 3, 3, 200}},        {"long_d64", {1, 1100, 4, 4, 64}}};
 }
 
-using Parameters = std::tuple<NamedPattern, DType, bool, NamedShape>;
-class GpuMatchesReference : public ::testing::TestWithParam<Parameters> {};
+class GpuMatchesReference : public ::testing::TestWithParam<SuiteParameters> {
+ protected:
+  Case make(Options options = {}) const {
+    const auto& [pattern, dtype, causal, shape] = GetParam();
+    options.causal = causal;
+    const Layout layout = shape.shape.head_dim == 48 && causal ? Layout::padded : causal ? Layout::bhnd : Layout::bnhd;
+    return Case(pattern.pattern, options, shape.shape, dtype, layout);
+  }
+};
 
 TEST_P(GpuMatchesReference, ForwardAndGradients) {
   LONGSPAN_NEEDS_GPU();
-  const auto& [pattern, dtype, causal, shape] = GetParam();
-  Options options;
-  options.causal = causal;
-  const Layout layout = shape.shape.head_dim == 48 && causal ? Layout::padded : causal ? Layout::bhnd : Layout::bnhd;
-  expect_gpu_matches(Case(pattern.pattern, options, shape.shape, dtype, layout));
-}
-
-std::string name_of_case(const ::testing::TestParamInfo<Parameters>& parameters) {
-  const auto& [pattern, dtype, causal, shape] = parameters.param;
-  return std::string(pattern.name) + "_" + std::string(name_of(dtype)) + (causal ? "_causal_" : "_full_") + shape.name;
+  expect_gpu_matches(make());
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuMatchesReference,
                          ::testing::Combine(::testing::ValuesIn(patterns()),
                                             ::testing::Values(DType::f32, DType::bf16, DType::f16), ::testing::Bool(),
                                             ::testing::ValuesIn(shapes())),
-                         name_of_case);
+                         suite_name);
+
+/// float32 that may be rounded to TF32: within its own tolerance, and, so that this is no test of cuda-simt, further
+/// from the exact result than exact arithmetic would be.
+class GpuTf32 : public GpuMatchesReference {};
+
+TEST_P(GpuTf32, ForwardAndGradients) {
+  LONGSPAN_NEEDS_GPU();
+  Options options;
+  options.allow_tf32 = true;
+  const Case c = make(options);
+  expect_gpu_matches(c);
+  Case exact = make();
+  const reference::Expectation want = exact.expected(false);
+  DeviceCase device(c);
+  options = c.options;
+  options.kernel = "cuda-mma";
+  device.forward(Attention(c.pattern, options), device.call());
+  const auto comparison = reference::compare(std::as_const(device.download().out).view(), want.out);
+  EXPECT_TRUE(c.shape.tokens < 100 || !comparison.ok());
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuTf32,
+                         ::testing::Combine(::testing::ValuesIn(patterns()), ::testing::Values(DType::f32),
+                                            ::testing::Bool(), ::testing::ValuesIn(shapes())),
+                         suite_name);
 
 class GpuOption : public ::testing::TestWithParam<std::tuple<DType, std::int64_t>> {
  protected:
@@ -244,6 +251,22 @@ TEST_P(GpuOption, DetachedMix) {
   }
 }
 
+TEST_P(GpuOption, Deterministic) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool is_causal : {false, true}) {
+    Options options = causal(is_causal);
+    options.deterministic = true;
+    expect_gpu_matches(make(options));
+    expect_gpu_matches(make(options, {{3, 140}, {143, 2}, {200, 50}}));
+    options.detached_mix = true;
+    options.dropout = 0.2;
+    Case c = make(options);
+    expect_gpu_matches(c);
+    c.pattern = Pattern::dilated({100, 250}, {1, 2});
+    expect_gpu_matches(c);
+  }
+}
+
 TEST_P(GpuOption, Everything) {
   LONGSPAN_NEEDS_GPU();
   Options options = causal(true);
@@ -262,7 +285,7 @@ TEST_P(GpuOption, Everything) {
 
 INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuOption,
                          ::testing::Combine(::testing::Values(DType::f32, DType::bf16, DType::f16),
-                                            ::testing::Values(40, 64, 128)),
+                                            ::testing::Values(40, 64, 128, 256)),
                          [](const auto& parameters) {
                            return std::string(name_of(std::get<0>(parameters.param))) + "_d" +
                                   std::to_string(std::get<1>(parameters.param));

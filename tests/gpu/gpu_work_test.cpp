@@ -58,7 +58,7 @@ TEST(GpuWork, ForwardItemsWriteEveryRowOnce) {
       std::map<Row, int> written;
       const int rows_per_tile = 16;
       const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
-      for_each_launch(forward, {rows_per_tile, false}, true, [&](Launch& launch) {
+      for_each_launch(forward, {rows_per_tile, false, true, true}, true, [&](Launch& launch) {
         for (std::int64_t flat = 0; flat < launch.items; ++flat) {
           const Item item = launch.decode(flat);
           const DeviceRange& range = launch.ranges[item.range];
@@ -117,12 +117,12 @@ TEST(GpuWork, BackwardItemsHoldEveryKeyOnce) {
     if (a.problem.query_rows != a.problem.tokens) continue;
     std::map<Row, int> held;
     const BackwardArguments backward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, {}, {}, {}, {}, 1, a.workspace};
-    for_each_launch(backward, {128, true}, true, [&](Launch& launch) {
+    for_each_launch(backward, {16, true, false, true}, true, [&](Launch& launch) {
       EXPECT_FALSE(launch.sum_keys);
       for (std::int64_t flat = 0; flat < launch.items; ++flat) {
         const Item item = launch.decode(flat);
         const StrandRows strand = launch.branches[item.branch].strand(item.head, item.segment, launch.tokens);
-        for (int key = item.tile * 128; key < std::min((item.tile + 1) * 128, strand.count); ++key) {
+        for (int key = item.tile * 16; key < std::min((item.tile + 1) * 16, strand.count); ++key) {
           ++held[{item.entry, item.head, strand.start + key * strand.stride}];
         }
       }

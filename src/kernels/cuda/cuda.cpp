@@ -166,7 +166,7 @@ bool wants_features(const Launch& launch) {
 }
 
 Tiling tiling_of(const Plan& plan, bool by_keys, bool fills) {
-  return {tile_rows(arithmetic_of(plan).wide, static_cast<int>(plan.problem().head_dim)), by_keys, fills};
+  return {tile_rows(arithmetic_of(plan).wide, static_cast<int>(plan.problem().head_dim)), by_keys, fills, true};
 }
 
 }  // namespace
@@ -249,7 +249,7 @@ void backward_matrix(const BackwardArguments& a) {
     else run(launch);
   });
   if (in_order) {
-    for_each_launch(a, {kQueryPassRows, false, false}, true, [&](Launch& launch) {
+    for_each_launch(a, {kQueryPassRows, false, false, true}, true, [&](Launch& launch) {
       for_each_writer(launch, 1, [&](const Launch& part) {
         if (part.items > 0) check(arithmetic.backward_queries(part, stream), "starting the kernel for dq");
       });

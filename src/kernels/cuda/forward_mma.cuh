@@ -19,10 +19,12 @@ struct ForwardShape {
   static constexpr bool kFeatures = kFeaturesValue;
   static constexpr int kWarps = 4;
   static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
+  static constexpr bool kSmall = !kWide<Math> && kColumns <= 48 && !kFeatures;
   static constexpr int kKeys = kWide<Math> && kColumns > 128                  ? 32
-                               : !kWide<Math> && kColumns <= 64 && !kFeatures ? 128
+                               : !kWide<Math> && kColumns == 64 && !kFeatures ? 128
                                                                               : 64;
-  static constexpr int kBlocksPerSm = kWide<Math> && kColumns > 64 ? 1 : 2;
+  static constexpr int kStages = kSmall ? 2 : 1;  // of K and of V; with two there is one barrier in a tile
+  static constexpr int kBlocksPerSm = kSmall ? 3 : kWide<Math> && kColumns > 64 ? 1 : 2;
 };
 
 template <class Shape>
@@ -30,7 +32,8 @@ struct ForwardTile {
   using Math = typename Shape::Math;
   static constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys, kRowTiles = Shape::kRowTiles;
   static constexpr int kThreads = Shape::kWarps * kWarpThreads, kRows = 16 * kRowTiles * Shape::kWarps;
-  static constexpr int kPitch = pitch_of<Math>(kColumns), kSharedBytes = (kRows + 2 * kKeys) * kPitch;
+  static constexpr int kPitch = pitch_of<Math>(kColumns), kKeyBytes = kKeys * kPitch;
+  static constexpr int kSharedBytes = kRows * kPitch + 2 * Shape::kStages * kKeyBytes;
   float scores[kRowTiles][kKeys / 8][4];
   float out[kRowTiles][kColumns / 8][4];
   float largest[kRowTiles][2];
@@ -50,34 +53,48 @@ struct ForwardTile {
     }
   }
 
-  /// scores become probabilities relative to the row's maximum. `factor` takes scores to base-2 exponents.
+  /// scores become probabilities relative to the row's maximum. `factor` takes scores to base-2 exponents. Rows side by
+  /// side in every step: each alone is one long chain of dependent instructions.
   __device__ __forceinline__ void softmax(float factor) {
+    float highest[kRowTiles][2], total[kRowTiles][2];
+    for_each_row([&](int m, int half) { highest[m][half] = scores[m][0][2 * half]; });
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float highest = scores[m][0][2 * half];
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-          highest = fmaxf(highest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-        }
-        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-        raise(m, half, fmaxf(largest[m][half], highest * factor));
-        const float base = base_of(largest[m][half]);
-        float total = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& score = scores[m][n][2 * half + i];
-            score = fast_exp2(fmaf(score, factor, -base));
-            total += score;
-          }
-        }
-        sum[m][half] += total;
-      }
+    for (int n = 0; n < kKeys / 8; ++n) {
+      for_each_row([&](int m, int half) {
+        highest[m][half] = fmaxf(highest[m][half], fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+      });
     }
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      for_each_row([&](int m, int half) {
+        highest[m][half] = fmaxf(highest[m][half], __shfl_xor_sync(~0u, highest[m][half], distance));
+      });
+    }
+    for_each_row([&](int m, int half) {
+      raise(m, half, fmaxf(largest[m][half], highest[m][half] * factor));
+      highest[m][half] = base_of(largest[m][half]);
+      total[m][half] = 0.0f;
+    });
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      for_each_row([&](int m, int half) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = scores[m][n][2 * half + i];
+          score = fast_exp2(fmaf(score, factor, -highest[m][half]));
+          total[m][half] += score;
+        }
+      });
+    }
+    for_each_row([&](int m, int half) { sum[m][half] += total[m][half]; });
+  }
+
+  template <class Body>
+  __device__ __forceinline__ static void for_each_row(Body&& body) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) body(m, half);
   }
 };
 
@@ -135,8 +152,8 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
   const int warp_row = warp * 16 * kRowTiles, thread_row = warp_row + lane / 4;
 
-  const std::uint32_t q_tile = shared_address(shared), k_tile = q_tile + kRows * kPitch,
-                      v_tile = k_tile + kKeys * kPitch;
+  const std::uint32_t q_tile = shared_address(shared), k_tiles = q_tile + kRows * kPitch,
+                      v_tiles = k_tiles + Shape::kStages * Tile::kKeyBytes;
   const char* const q_base = a.q.data + a.q.offset(item.entry, q_row, item.head) * kSize;
   const char* const k_base = a.k.data + a.k.offset(item.entry, strand.start, kv_head) * kSize;
   const char* const v_base = a.v.data + a.v.offset(item.entry, strand.start, kv_head) * kSize;
@@ -161,7 +178,8 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
 
   load_rows<Math, kColumns, kRows, kThreads, kFeatures>(q_tile, q_base, a.q.row * strand.stride * kSize, 0, rows,
                                                         a.columns, a.aligned);
-  load_keys(k_tile, false, 0);
+  load_keys(k_tiles, false, 0);
+  if (Shape::kStages > 1) load_keys(v_tiles, true, 0);
 
   Tile tile;
   clear(tile.out);
@@ -205,11 +223,20 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
   const int last_key = a.causal ? min(strand.count, first_query + rows) : strand.count;
 
   for (int first = 0; first < last_key; first += kKeys) {
+    const int stage = Shape::kStages > 1 ? first / kKeys & 1 : 0;
+    const std::uint32_t k_tile = k_tiles + stage * Tile::kKeyBytes, v_tile = v_tiles + stage * Tile::kKeyBytes;
+    const bool more = first + kKeys < last_key;
     copy_wait<0>();
     __syncthreads();
-    load_keys(v_tile, true, first);
+    if constexpr (Shape::kStages > 1) {
+      if (more) {
+        load_keys(k_tiles + (stage ^ 1) * Tile::kKeyBytes, false, first + kKeys);
+        load_keys(v_tiles + (stage ^ 1) * Tile::kKeyBytes, true, first + kKeys);
+      }
+    } else {
+      load_keys(v_tile, true, first);
+    }
     multiply_rows<Math, kColumns>(tile.scores, q_tile, warp_row, k_tile, 0);
-    const bool more = first + kKeys < last_key;
 
     if constexpr (kFeatures) {
 #pragma unroll
@@ -259,9 +286,11 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
           }
       }
     }
-    copy_wait<0>();
-    __syncthreads();
-    if (more) load_keys(k_tile, false, first + kKeys);
+    if constexpr (Shape::kStages == 1) {
+      copy_wait<0>();
+      __syncthreads();
+      if (more) load_keys(k_tile, false, first + kKeys);
+    }
     accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
         tile.out, [&](Fragment& f, int m, int step) { weights_of<Math>(f, tile.scores[m], step); }, v_tile, 0, 0);
   }

@@ -48,7 +48,8 @@ struct DeviceBranch {
     const std::int64_t left = length - begin, rows = left < segment ? left : segment;
     const int offset = phase(head);
     if (!active(length) || offset >= rows) return {0, dilation, 0};
-    return {static_cast<int>(begin + offset), dilation, static_cast<int>((rows - offset + dilation - 1) / dilation)};
+    const unsigned count = (static_cast<unsigned>(rows - offset) - 1) / static_cast<unsigned>(dilation) + 1;
+    return {static_cast<int>(begin + offset), dilation, static_cast<int>(count)};
   }
   LONGSPAN_DEVICE bool covers(int head, int position) const { return (position % segment) % dilation == phase(head); }
   LONGSPAN_DEVICE int padding(const StrandRows& rows, int length, bool causal) const {
@@ -71,10 +72,11 @@ struct DevicePiece {
 };
 
 /// Items first_item .. : entries x segments x heads x tiles of one branch in one range. Branch -1 fills uncovered rows.
-/// `chunk` strands at a time, tile by tile: where tiles differ in length, the long ones of a chunk then come first.
+/// `chunk` strands at a time, tile by tile: where tiles differ in length, the long ones of a chunk then come first. Of
+/// the tiles of a strand a work may hold a part, so that the long ones of every branch come first.
 struct Work {
-  std::int64_t first_item, strands, chunk;
-  int branch, range, head_begin, head_step, head_count, first_segment, segments, tiles;
+  unsigned first_item, strands, chunk;
+  int branch, range, head_begin, head_step, head_count, first_segment, segments, first_tile, tiles;
   int finished_before;  // items of earlier branches, per entry and head of the range
 };
 
@@ -165,24 +167,27 @@ struct Launch {
     }
   }
 
-  LONGSPAN_DEVICE Item decode(std::int64_t flat) const {
+  /// Items are fewer than 2^31, so 32 bits do, which divide several times faster.
+  LONGSPAN_DEVICE Item decode(unsigned flat) const {
     int w = 0;
     while (w + 1 < work_count && flat >= work[w + 1].first_item) ++w;
     const Work& entry_of = work[w];
-    const std::int64_t local = flat - entry_of.first_item;
-    const std::int64_t first_strand = local / (entry_of.tiles * entry_of.chunk) * entry_of.chunk;
-    const std::int64_t left = entry_of.strands - first_strand, together = left < entry_of.chunk ? left : entry_of.chunk;
-    const std::int64_t within = local - first_strand * entry_of.tiles;
+    const unsigned local = flat - entry_of.first_item, tiles = static_cast<unsigned>(entry_of.tiles);
+    const unsigned first_strand = local / (tiles * entry_of.chunk) * entry_of.chunk;
+    const unsigned left = entry_of.strands - first_strand, together = left < entry_of.chunk ? left : entry_of.chunk;
+    const unsigned within = local - first_strand * tiles;
     const int tile = static_cast<int>(within / together);
-    const std::int64_t strand = first_strand + within % together;
-    const std::int64_t by_head = strand / entry_of.head_count;
+    const unsigned strand = first_strand + within % together;
+    const unsigned by_head = strand / static_cast<unsigned>(entry_of.head_count);
+    const unsigned segments = static_cast<unsigned>(entry_of.segments);
     Item item;
     item.branch = entry_of.branch;
     item.range = entry_of.range;
-    item.head = entry_of.head_begin + static_cast<int>(strand - by_head * entry_of.head_count) * entry_of.head_step;
-    item.entry = static_cast<int>(by_head / entry_of.segments);
-    item.segment = entry_of.first_segment + static_cast<int>(by_head % entry_of.segments);
-    item.tile = descending ? entry_of.tiles - 1 - tile : tile;
+    item.head = entry_of.head_begin +
+                static_cast<int>(strand - by_head * static_cast<unsigned>(entry_of.head_count)) * entry_of.head_step;
+    item.entry = static_cast<int>(by_head / segments);
+    item.segment = entry_of.first_segment + static_cast<int>(by_head % segments);
+    item.tile = entry_of.first_tile + (descending ? entry_of.tiles - 1 - tile : tile);
     item.finished_before = entry_of.finished_before;
     return item;
   }
@@ -196,10 +201,12 @@ struct StrandQueries {
 };
 
 LONGSPAN_DEVICE StrandQueries queries_of(const StrandRows& strand, const DeviceRange& range) {
-  const std::int64_t low = range.start > strand.start ? range.start - strand.start : 0;
+  const auto rows_up_to = [&](unsigned positions) {  // rows of the strand among that many positions from its start
+    return positions == 0 ? 0u : (positions - 1) / static_cast<unsigned>(strand.stride) + 1;
+  };
   const std::int64_t high = static_cast<std::int64_t>(range.start) + range.count - strand.start;
-  const std::int64_t begin = (low + strand.stride - 1) / strand.stride;
-  std::int64_t end = high <= 0 ? 0 : (high + strand.stride - 1) / strand.stride;
+  const std::int64_t begin = rows_up_to(range.start > strand.start ? range.start - strand.start : 0);
+  std::int64_t end = high <= 0 ? 0 : rows_up_to(static_cast<unsigned>(high));
   if (end > strand.count) end = strand.count;
   if (begin >= end) return {0, 0, 0};
   return {static_cast<int>(begin), static_cast<int>(end - begin),

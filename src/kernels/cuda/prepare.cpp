@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::int64_t kMost = std::numeric_limits<int>::max();
 constexpr std::int64_t kItemsByLength = 1024;  // a few times what runs at once, few enough that strands stay in L2
+constexpr int kMaxParts = 4;
 constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
 
 int clamp(std::int64_t value) { return static_cast<int>(std::min(value, kMost)); }
@@ -118,32 +119,43 @@ void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges
   int finished[kMaxRanges] = {};
   launch.descending = launch.causal && !tiling.by_keys;
   const auto add = [&](Work work) {
-    work.first_item = launch.items;
     const std::int64_t per_head = static_cast<std::int64_t>(work.segments) * work.tiles;
-    work.strands = static_cast<std::int64_t>(work.segments) * work.head_count * launch.batch;
-    work.chunk = launch.causal ? ceil_divide(kItemsByLength, work.tiles) : 1;
-    launch.items += work.strands * work.tiles;
+    work.first_item = static_cast<unsigned>(std::min(launch.items, kMost));  // more than that is refused below
+    work.strands = static_cast<unsigned>(static_cast<std::int64_t>(work.segments) * work.head_count * launch.batch);
+    work.chunk = static_cast<unsigned>(launch.causal ? ceil_divide(kItemsByLength, work.tiles) : 1);
+    launch.items += per_head * work.head_count * launch.batch;
     if (work.branch >= 0) finished[work.range] += clamp(per_head);
     launch.work[launch.work_count++] = work;
   };
-  for (int b = 0; b < launch.branch_count; ++b) {
-    const DeviceBranch& branch = launch.branches[b];
-    // With lengths a branch that N leaves out may come in: segments longer than N are longer than every length, so no.
-    if (!branch.active(launch.tokens)) continue;
-    const std::int64_t longest = ceil_divide(std::min(branch.segment, launch.tokens), branch.dilation);
-    for (int r = 0; r < launch.range_count; ++r) {
-      const DeviceRange& range = launch.ranges[r];
-      if (range.count == 0) continue;
-      const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
-      const std::int64_t rows = tiling.by_keys ? longest : std::min(longest, ceil_divide(range.count, branch.dilation));
-      add({0, 0, 0, b, r, branch.head_begin, 1, branch.head_count, first, last - first + 1,
-           clamp(ceil_divide(rows, tiling.rows)), finished[r]});
+  // Branches that merge come one after the other; only the rest may be interleaved.
+  const bool in_parts = tiling.parts && launch.causal && (tiling.by_keys || !launch.merges);
+  const int works = std::max(1, launch.branch_count * launch.range_count);
+  const int parts = in_parts ? std::clamp((kMaxWork - launch.range_count) / works, 1, kMaxParts) : 1;
+  for (int part = 0; part < parts; ++part) {
+    for (int b = 0; b < launch.branch_count; ++b) {
+      const DeviceBranch& branch = launch.branches[b];
+      // With lengths a branch that N leaves out may come in: segments longer than N are longer than every length, so
+      // no.
+      if (!branch.active(launch.tokens)) continue;
+      const std::int64_t longest = ceil_divide(std::min(branch.segment, launch.tokens), branch.dilation);
+      for (int r = 0; r < launch.range_count; ++r) {
+        const DeviceRange& range = launch.ranges[r];
+        if (range.count == 0) continue;
+        const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
+        const std::int64_t rows =
+            tiling.by_keys ? longest : std::min(longest, ceil_divide(range.count, branch.dilation));
+        const std::int64_t tiles = ceil_divide(rows, tiling.rows), place = launch.descending ? parts - 1 - part : part;
+        const std::int64_t begin = tiles * place / parts, end = tiles * (place + 1) / parts;
+        if (begin == end) continue;
+        add({0, 0, 0, b, r, branch.head_begin, 1, branch.head_count, first, last - first + 1, clamp(begin),
+             clamp(end - begin), finished[r]});
+      }
     }
   }
   if (launch.fill && tiling.fills && !tiling.by_keys) {
     for (int r = 0; r < launch.range_count; ++r) {
       if (launch.ranges[r].count == 0) continue;
-      add({0, 0, 0, -1, r, 0, 1, launch.heads, 0, 1, clamp(ceil_divide(launch.ranges[r].count, kFillRows)), 0});
+      add({0, 0, 0, -1, r, 0, 1, launch.heads, 0, 1, 0, clamp(ceil_divide(launch.ranges[r].count, kFillRows)), 0});
     }
   }
   if (launch.items > kMost) {
@@ -233,8 +245,8 @@ void for_each_writer(const Launch& launch, int group, const std::function<void(c
       work.head_step = group;
       work.head_count = skip < all.head_count ? (all.head_count - skip - 1) / group + 1 : 0;
       work.first_item = 0;
-      work.strands = static_cast<std::int64_t>(work.segments) * work.head_count * launch.batch;
-      one.items = work.strands * work.tiles;
+      work.strands = static_cast<unsigned>(work.segments * work.head_count * launch.batch);
+      one.items = static_cast<std::int64_t>(work.strands) * work.tiles;
       if (one.items > 0) run(one);
     }
   }

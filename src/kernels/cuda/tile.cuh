@@ -273,7 +273,7 @@ __device__ __forceinline__ void accumulate(float (&sums)[kRowTiles][kBlocks][4],
 }
 
 /// The item of this block. Items that wait for others are handed out in order, so that what they wait for has started.
-__device__ __forceinline__ std::int64_t take_item(const Launch& a) {
+__device__ __forceinline__ unsigned take_item(const Launch& a) {
   if (!a.ticket) return blockIdx.x;
   __shared__ unsigned item;
   if (threadIdx.x == 0) item = atomicAdd(a.ticket, 1u);

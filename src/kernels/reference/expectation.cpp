@@ -11,6 +11,7 @@ namespace longspan::reference {
 namespace {
 
 constexpr double kLambda = 4;
+constexpr double kTf32Roundoff = 0x1p-11;
 constexpr std::size_t kEnoughForMeans = 512;
 
 double unit_roundoff(DType dtype) {
@@ -110,10 +111,14 @@ class Expecter {
 
   /// Remembers the largest sum of absolute products behind a score.
   void note_score(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position, std::int64_t key_position) {
-    double products = 0;
+    double products = 0, squares = 0;
     const Row q(a.q, entry, row, head), key = definition.key_row(entry, head, key_position);
-    for (std::int64_t column = 0; column < columns; ++column) products += std::abs(q[column] * key[column]);
+    for (std::int64_t column = 0; column < columns; ++column) {
+      products += std::abs(q[column] * key[column]);
+      squares += q[column] * key[column] * q[column] * key[column];
+    }
     products *= std::abs(a.plan.scale());
+    largest_spread.raise(std::sqrt(squares) * std::abs(a.plan.scale()));
     if (a.call.alibi_slopes.given()) {
       products += std::abs(static_cast<double>(*a.call.alibi_slopes.at<float>(0, 0, head)) * static_cast<double>(position - key_position));
     }
@@ -265,6 +270,12 @@ class Expecter {
     result.out.relative = 4 * storage + computed;
     result.lse.relative = storage / 16 + computed;
     for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv}) gradient->relative = 6 * storage + computed;
+    if (problem.dtype == DType::f32 && a.plan.options().allow_tf32) {
+      const double score = kLambda * std::sqrt(2.0 / 3) * kTf32Roundoff * largest_spread.get();
+      result.out.relative += score + 4 * kTf32Roundoff;
+      result.lse.relative += score;
+      for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv}) gradient->relative += 2 * score + 8 * kTf32Roundoff;
+    }
     for (ExpectedTensor* tensor : {&result.out, &result.lse, &result.dq, &result.dk, &result.dv}) tensor->relative32 = computed;
     // Below the smallest normal number a type rounds to multiples of its last bit, and bfloat16 products flush to zero: each
     // term of a sum may lose that much, times what it is multiplied with (a query or key times scale: at most 1 + A; and
@@ -290,7 +301,7 @@ class Expecter {
   const bool model;
   std::size_t deltas_per_row = 1;
   std::vector<Delta> deltas;
-  Largest largest_score, most_terms;
+  Largest largest_score, largest_spread, most_terms;
   Expectation result;
 };
 

@@ -13,6 +13,10 @@
 //    and, since worst cases are far from typical ones, also compare root mean squares with a float64 computation that
 //    rounds at just those places: at most 2 times its error (where there are enough elements to speak of a mean), with
 //    relative32 of the magnitude added to the model's, which knows nothing of float32 scores.
+//  - With allow_tf32, float32 operands may be rounded to 11 bits (u_t = 2^-11). A product then errs by sqrt(2/3) u_t in the
+//    mean square, a score by that times B = scale * sqrt(sum of squared products), and its exp relatively by the same. P
+//    and V are rounded too; gradients also see delta through an out with this error, dP and dS:
+//        score = lambda sqrt(2/3) u_t B       forward  score + 4 u_t       lse  score       gradients  2 score + 8 u_t
 //  - lse is never stored in 16 bits; kernels may compute exp to u_s / 16 there (far below the rounding of P).
 #pragma once
 

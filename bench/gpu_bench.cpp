@@ -54,8 +54,8 @@ std::vector<Workload> workloads() {
     // slide.
     const std::size_t named = list.size();
     add("call", 64, 1, 64, Pattern::dense());
-    for (const std::int64_t rows : {128, 256, 512, 1024})
-      add(fmt::format("strand{}", rows), 524288, 8, 64, Pattern::dilated({4 * rows}, {4}));
+    for (const std::int64_t rows : {64, 128, 256, 512, 1024})
+      add(fmt::format("strand{}", rows), 131072, 8, 64, Pattern::dilated({rows}, {1}));
     for (const std::int64_t r : {1, 2, 4, 8, 16})
       add(fmt::format("dilation{}", r), 131072 * r, 8, 64, Pattern::dilated({2048 * r}, {r}));
     if (!causal) add("slide65k", 65536, 16, 48, slide, DType::f16);

@@ -345,7 +345,7 @@ struct Consumer {
   }
 
   /// Rows go out through the group's own Q tile: a whole tile by the copy engine, others row by row.
-  __device__ __forceinline__ void write(const Task& task, std::uint32_t slot, std::uint32_t tile, float (&factor)[2]) {
+  __device__ __forceinline__ void write(const Task& task, std::uint32_t tile, float (&factor)[2]) {
     const int warp = thread / kWarpThreads, warp_row = warp * 16, row = warp_row + lane / 4;
     const int first = group * kGroupRows, rows = task.rows - first;
     unsigned finished = (row < rows) | (row + 8 < rows) << 1;
@@ -382,18 +382,14 @@ struct Consumer {
       if constexpr (S::kMerges) __threadfence();
     }
     sync_group();
-    if (thread == 0) {
-      if (whole) {
+    if (thread != 0) return;
+    if constexpr (S::kMerges) atomicAdd(a.finished(task.branch, task.range, task.entry, task.head), 1u);
+    if (!whole) return;
 #pragma unroll
-        for (int block = 0; block < S::kBlocks; ++block)
-          store_box(&a.out[task.q_map], tile + block * S::kQueryBlock,
-                    {block * kBlockColumns, task.q_index + first, task.q_phase, task.head, task.entry});
-        commit_stores();
-        wait_stores_read<0>();
-      }
-      if constexpr (S::kMerges) atomicAdd(a.finished(task.branch, task.range, task.entry, task.head), 1u);
-      arrive(memory.query_free(slot));
-    }
+    for (int block = 0; block < S::kBlocks; ++block)
+      store_box(&a.out[task.q_map], tile + block * S::kQueryBlock,
+                {block * kBlockColumns, task.q_index + first, task.q_phase, task.head, task.entry});
+    commit_stores();
   }
 
   /// Ends an item and begins the next: its first Q K^T runs while this one's rows are written.
@@ -429,10 +425,14 @@ struct Consumer {
     products_wait<1>();
     pin(out);
     if (!unneeded) release_value(last);
-    write(task, slot, tile, correction);
+    write(task, tile, correction);
     products_wait<0>();
     pin(scores);
     if (more) first_softmax(factor);
+    if (thread == 0) {  // late, so that nobody waits for the copy engine
+      wait_stores_read<0>();
+      arrive(memory.query_free(slot));
+    }
     return more;
   }
 

@@ -2,6 +2,7 @@
 // and the query ranges. Needs no GPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 
 #include "kernels/cuda/prepare.h"
@@ -32,10 +33,11 @@ std::vector<Setting> settings() {
 
 /// A plan and arguments whose tensors are never touched.
 struct Arguments {
-  Arguments(const Setting& setting, bool causal) : ranges(setting.ranges) {
+  Arguments(const Setting& setting, bool causal, std::int64_t heads = 3) : ranges(setting.ranges) {
     problem.dtype = DType::bf16;
     problem.tokens = 301;
-    problem.heads = problem.kv_heads = 3;
+    problem.heads = heads;
+    problem.kv_heads = heads == 3 ? 3 : heads / 3;
     problem.batch = 2;
     for (const RowRange& range : ranges) problem.query_rows += range.count;
     options.causal = causal;
@@ -133,6 +135,44 @@ TEST(GpuWork, BackwardItemsHoldEveryKeyOnce) {
         }
       }
     });
+  }
+}
+
+/// Deterministic gradients: in a launch no row of keys, nor of queries, has two writers; together they are the whole.
+TEST(GpuWork, WritersOfARowComeInDifferentLaunches) {
+  const Pattern mixed = Pattern::longnet({64, 200, 1024}, {1, 3, 6});
+  for (const Pattern& pattern : {Pattern::dense(), mixed, Pattern::dilated({150, 230, 301}, {3, 7, 2})}) {
+    for (const bool by_keys : {false, true}) {
+      Arguments a({pattern, {{0, 100}, {100, 201}}}, true, 6);
+      const int group = by_keys ? 3 : 1;
+      const BackwardArguments backward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, {}, {}, {}, {}, 1, a.workspace};
+      for_each_launch(backward, {16, by_keys, false, true}, true, [&](Launch& launch) {
+        using Writer = std::tuple<int, int, int, int, int, int>;
+        const auto names = [](const Launch& part) {
+          std::vector<Writer> list;
+          for (unsigned flat = 0; flat < part.items; ++flat) {
+            const Item item = part.decode(flat);
+            list.emplace_back(item.branch, item.range, item.entry, item.head, item.segment, item.tile);
+          }
+          return list;
+        };
+        std::vector<Writer> together, whole = names(launch);
+        for_each_writer(launch, group, [&](const Launch& part) {
+          std::map<Row, int> writers;
+          for (const auto& [branch, range, entry, head, segment, tile] : names(part)) {
+            together.emplace_back(branch, range, entry, head, segment, tile);
+            const StrandRows strand = part.branches[branch].strand(head, segment, part.tokens);
+            const StrandQueries queries = queries_of(strand, part.ranges[range]);
+            const int count = by_keys ? strand.count : queries.count, first = by_keys ? 0 : queries.begin;
+            for (int i = tile * 16; i < std::min((tile + 1) * 16, count); ++i)
+              EXPECT_EQ((++writers[{entry, head / group, strand.start + (first + i) * strand.stride}]), 1);
+          }
+        });
+        std::sort(whole.begin(), whole.end());
+        std::sort(together.begin(), together.end());
+        EXPECT_EQ(together, whole) << pattern.to_string();
+      });
+    }
   }
 }
 

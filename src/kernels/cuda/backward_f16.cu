@@ -6,8 +6,8 @@ namespace longspan::cuda {
 cudaError_t backward_f16(const Launch& launch, bool features, cudaStream_t stream) {
   return start_backward<__half>(launch, features, stream);
 }
-cudaError_t backward_queries_f16(const Launch& launch, cudaStream_t stream) {
-  return start_backward_queries<__half>(launch, stream);
+cudaError_t backward_queries_f16(const Launch& launch, bool features, cudaStream_t stream) {
+  return start_backward_queries<__half>(launch, features, stream);
 }
 
 }  // namespace longspan::cuda

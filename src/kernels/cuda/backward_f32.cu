@@ -6,8 +6,8 @@ namespace longspan::cuda {
 cudaError_t backward_f32(const Launch& launch, bool features, cudaStream_t stream) {
   return start_backward<SplitFloat>(launch, features, stream);
 }
-cudaError_t backward_queries_f32(const Launch& launch, cudaStream_t stream) {
-  return start_backward_queries<SplitFloat>(launch, stream);
+cudaError_t backward_queries_f32(const Launch& launch, bool features, cudaStream_t stream) {
+  return start_backward_queries<SplitFloat>(launch, features, stream);
 }
 
 }  // namespace longspan::cuda

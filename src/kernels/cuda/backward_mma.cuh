@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
           dk, [&](Fragment& f, int m, int step) { load_a<Tile::kWeightPitch>(f, ds_tile, warp_key + 16 * m, step); },
           q_tile, 0, first_column);
     }
-    if (kFeatures && a.separate_dq) continue;
+    if (a.separate_dq) continue;
     const int query_row = warp % Tile::kQueryRowWarps * Tile::kQueryRowTiles * 16,
               query_column = warp / Tile::kQueryRowWarps * Tile::kQueryWarpColumns;
     float dq[Tile::kQueryRowTiles][Tile::kQueryWarpColumns / 8][4];

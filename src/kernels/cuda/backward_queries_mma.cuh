@@ -8,22 +8,26 @@
 
 namespace longspan::cuda {
 
-template <class MathValue, int kColumnsValue>
+template <class MathValue, int kColumnsValue, bool kFeaturesValue>
 struct QueryShape {
   using Math = MathValue;
+  static constexpr bool kFeatures = kFeaturesValue;
   static constexpr int kColumns = kColumnsValue, kWarps = 4, kThreads = kWarps * kWarpThreads;
+  static constexpr int kBlocksPerSm = kWide<Math> || kColumns > 128 ? 1 : kColumns > 64 ? 2 : 3;
   static constexpr int kRows = 16 * kWarps, kKeys = 64, kPitch = pitch_of<Math>(kColumns);
   static constexpr int kSharedBytes = 2 * (kRows + kKeys) * kPitch;
 };
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1) backward_queries_mma(const __grid_constant__ Launch a) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
+    backward_queries_mma(const __grid_constant__ Launch a) {
   using Math = typename Shape::Math;
   using T = Element<Math>;
   constexpr int kSize = sizeof(T), kColumns = Shape::kColumns, kRows = Shape::kRows, kKeys = Shape::kKeys;
   constexpr int kThreads = Shape::kThreads, kPitch = Shape::kPitch, kBlocks = kKeys / 8;
+  constexpr bool kFeatures = Shape::kFeatures;
   extern __shared__ __align__(128) char shared[];
-  __shared__ std::uint8_t allowed[kKeys];
+  __shared__ std::uint8_t allowed[kFeatures ? kKeys : 1];
   const Item item = a.decode(blockIdx.x);
   const StrandRows strand = a.branches[item.branch].strand(item.head, item.segment, a.length(item.entry));
   const StrandQueries queries = queries_of(strand, a.ranges[item.range]);
@@ -38,6 +42,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_queries_mma(const
     load_rows<Math, kColumns, kRows, kThreads, true>(tile,
                                                      from.data + from.offset(item.entry, q_row, item.head) * kSize,
                                                      from.row * strand.stride * kSize, 0, rows, a.columns, a.aligned);
+  };
+  const int kv_head = item.head / (a.heads / a.kv_heads);
+  const auto load_keys = [&](std::uint32_t tile, const Rows& from, int first) {
+    load_rows<Math, kColumns, kKeys, kThreads, false>(
+        tile, from.data + from.offset(item.entry, strand.start, kv_head) * kSize, from.row * strand.stride * kSize,
+        first, strand.count, a.columns, true);
   };
   load_queries(q_tile, a.q);
   load_queries(do_tile, a.dout);
@@ -60,19 +70,26 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_queries_mma(const
 
   for (int first = 0; first < last_key; first += kKeys) {
     __syncthreads();
-    for_each_chunk<Math, kColumns, kKeys, kThreads>([&](int row, int chunk) {
-      const char *k_row, *v_row;
-      const bool valid = find_key(a, item, strand, first + row, kSize, k_row, v_row);
-      if (chunk == 0) allowed[row] = valid;
-      load_chunk<T, true>(k_tile + chunk_offset<kPitch>(row, chunk), k_row, chunk, valid, a.columns, a.aligned);
-      load_chunk<T, true>(v_tile + chunk_offset<kPitch>(row, chunk), v_row, chunk, valid, a.columns, a.aligned);
-    });
+    if constexpr (kFeatures) {
+      for_each_chunk<Math, kColumns, kKeys, kThreads>([&](int row, int chunk) {
+        const char *k_row, *v_row;
+        const bool valid = find_key(a, item, strand, first + row, kSize, k_row, v_row);
+        if (chunk == 0) allowed[row] = valid;
+        load_chunk<T, true>(k_tile + chunk_offset<kPitch>(row, chunk), k_row, chunk, valid, a.columns, a.aligned);
+        load_chunk<T, true>(v_tile + chunk_offset<kPitch>(row, chunk), v_row, chunk, valid, a.columns, a.aligned);
+      });
+    } else {
+      load_keys(k_tile, a.k, first);
+      load_keys(v_tile, a.v, first);
+    }
     copy_commit();
     copy_wait<0>();
     __syncthreads();
     float p[1][kBlocks][4], ds[1][kBlocks][4];
     multiply_rows<Math, kColumns>(p, q_tile, warp_row, k_tile, 0);
     multiply_rows<Math, kColumns>(ds, do_tile, warp_row, v_tile, 0);
+    const bool masked =
+        kFeatures || first + kKeys > strand.count || (a.causal && first + kKeys > first_query + warp_row + 1);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
@@ -80,9 +97,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_queries_mma(const
         const int own = first_query + warp_row + lane / 4 + i / 2 * 8, local = n * 8 + (lane % 4) * 2 + i % 2;
         const int key = first + local;
         const float2 value = values[i / 2];
-        float weight = fast_exp2(fmaf(p[0][n][i], scale_log2, -value.x) - rules.bias(own, key));
-        if (!allowed[local] || (a.causal && key > own)) weight = 0.0f;
-        ds[0][n][i] = weight * fmaf(dweight_scale * rules.factor(own, key), ds[0][n][i], -value.y);
+        float exponent = fmaf(p[0][n][i], scale_log2, -value.x), factor = 1.0f;
+        bool open = !masked || (key < strand.count && !(a.causal && key > own));
+        if constexpr (kFeatures) {
+          exponent -= rules.bias(own, key);
+          factor = rules.factor(own, key);
+          open = open && allowed[local];
+        }
+        const float weight = open ? fast_exp2(exponent) : 0.0f;
+        ds[0][n][i] = weight * fmaf(dweight_scale * factor, ds[0][n][i], -value.y);
       }
     accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
         dq, [&](Fragment& f, int, int step) { weights_of<Math>(f, ds[0], step); }, k_tile, 0, 0);

@@ -33,18 +33,20 @@ cudaError_t start_backward(const Launch& launch, bool features, cudaStream_t str
 }
 
 template <class Math>
-cudaError_t start_backward_queries(const Launch& launch, cudaStream_t stream) {
-  const auto run = [&]<int kColumns>() {
-    using Shape = QueryShape<Math, kColumns>;
+cudaError_t start_backward_queries(const Launch& launch, bool features, cudaStream_t stream) {
+  const auto run = [&]<int kColumns, bool kFeatures>() {
+    using Shape = QueryShape<Math, kColumns, kFeatures>;
     static_assert(Shape::kRows == kQueryPassRows);
     static_assert(Shape::kSharedBytes <= backward_shared_bytes(kWide<Math>, kColumns));
     return start<&backward_queries_mma<Shape>>(launch.items, Shape::kThreads, Shape::kSharedBytes, stream, launch);
   };
-  if (launch.columns <= 64) return run.template operator()<64>();
+  if (!features && launch.columns <= 64) return run.template operator()<64, false>();
+  if (!features && launch.columns <= 128) return run.template operator()<128, false>();
+  if (launch.columns <= 64) return run.template operator()<64, true>();
   if constexpr (!kWide<Math>) {
-    if (launch.columns > 128) return run.template operator()<256>();
+    if (launch.columns > 128) return run.template operator()<256, true>();
   }
-  return run.template operator()<128>();
+  return run.template operator()<128, true>();
 }
 
 }  // namespace longspan::cuda

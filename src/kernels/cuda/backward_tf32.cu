@@ -6,8 +6,8 @@ namespace longspan::cuda {
 cudaError_t backward_tf32(const Launch& launch, bool features, cudaStream_t stream) {
   return start_backward<Tf32>(launch, features, stream);
 }
-cudaError_t backward_queries_tf32(const Launch& launch, cudaStream_t stream) {
-  return start_backward_queries<Tf32>(launch, stream);
+cudaError_t backward_queries_tf32(const Launch& launch, bool features, cudaStream_t stream) {
+  return start_backward_queries<Tf32>(launch, features, stream);
 }
 
 }  // namespace longspan::cuda

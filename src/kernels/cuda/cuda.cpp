@@ -83,8 +83,7 @@ namespace {
 /// How the matrix-unit kernels multiply a storage type.
 struct Arithmetic {
   bool wide;
-  StartPass forward, backward;
-  StartQueries backward_queries;
+  StartPass forward, backward, backward_queries;
 };
 
 const Arithmetic& arithmetic_of(const Plan& plan) {
@@ -162,7 +161,7 @@ cudaStream_t stream_of(const Arguments& a) {
 /// Anything that the lean instantiations of the matrix-unit kernels leave out.
 bool wants_features(const Launch& launch) {
   return launch.key_mask || launch.alibi || launch.dropout || launch.piece_count > 0 || !launch.aligned ||
-         launch.deltas || launch.separate_dq || !(launch.scale > 0);
+         launch.deltas || !(launch.scale > 0);
 }
 
 Tiling tiling_of(const Plan& plan, bool by_keys, bool fills) {
@@ -251,7 +250,8 @@ void backward_matrix(const BackwardArguments& a) {
   if (in_order) {
     for_each_launch(a, {kQueryPassRows, false, false, true}, true, [&](Launch& launch) {
       for_each_writer(launch, 1, [&](const Launch& part) {
-        if (part.items > 0) check(arithmetic.backward_queries(part, stream), "starting the kernel for dq");
+        if (part.items > 0)
+          check(arithmetic.backward_queries(part, wants_features(part), stream), "starting the kernel for dq");
       });
     });
   }

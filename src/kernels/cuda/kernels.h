@@ -23,7 +23,6 @@ constexpr int backward_shared_bytes(bool wide, int columns) {
 
 /// `features`: anything the lean instantiation leaves out (see ForwardShape).
 using StartPass = cudaError_t (*)(const Launch& launch, bool features, cudaStream_t stream);
-using StartQueries = cudaError_t (*)(const Launch& launch, cudaStream_t stream);
 cudaError_t forward_bf16(const Launch& launch, bool features, cudaStream_t stream);
 cudaError_t forward_f16(const Launch& launch, bool features, cudaStream_t stream);
 cudaError_t forward_tf32(const Launch& launch, bool features, cudaStream_t stream);
@@ -33,10 +32,10 @@ cudaError_t backward_f16(const Launch& launch, bool features, cudaStream_t strea
 cudaError_t backward_tf32(const Launch& launch, bool features, cudaStream_t stream);
 cudaError_t backward_f32(const Launch& launch, bool features, cudaStream_t stream);
 /// dq alone, each row written once.
-cudaError_t backward_queries_bf16(const Launch& launch, cudaStream_t stream);
-cudaError_t backward_queries_f16(const Launch& launch, cudaStream_t stream);
-cudaError_t backward_queries_tf32(const Launch& launch, cudaStream_t stream);
-cudaError_t backward_queries_f32(const Launch& launch, cudaStream_t stream);
+cudaError_t backward_queries_bf16(const Launch& launch, bool features, cudaStream_t stream);
+cudaError_t backward_queries_f16(const Launch& launch, bool features, cudaStream_t stream);
+cudaError_t backward_queries_tf32(const Launch& launch, bool features, cudaStream_t stream);
+cudaError_t backward_queries_f32(const Launch& launch, bool features, cudaStream_t stream);
 
 /// delta of every query row, zeros in accumulators and in dk and dv that nothing may write.
 cudaError_t prepare_backward(const Launch& launch, DType dtype, cudaStream_t stream);

@@ -12,7 +12,7 @@ namespace longspan::cuda {
 struct Tiling {
   int rows = 0;  // of one item: query rows forward, keys backward; 0 for kernels without items
   bool by_keys = false;
-  bool fills = true;  // items for rows that no branch covers; never with by_keys
+  bool fills = true;   // items for rows that no branch covers; never with by_keys
   bool parts = false;  // under a causal mask, long tiles of every branch before short ones of any
 };
 

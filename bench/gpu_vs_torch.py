@@ -56,11 +56,11 @@ class Row:
             return str(longspan.longnet(self.segments, self.dilations, phase="torchscale", pad_keys=True))
         return str(longspan.dilated(self.segments, self.dilations))
 
-    @property
-    def plan(self) -> longspan.Plan:
+    def plan(self, kernel: str = "") -> longspan.Plan:
         return longspan.plan(
-            self.pattern, options=longspan.Options(causal=self.causal), tokens=self.tokens, heads=self.heads,
-            head_dim=self.head_dim, dtype="bf16" if self.dtype is torch.bfloat16 else "f16", device="cuda",
+            self.pattern, options=longspan.Options(causal=self.causal, kernel=kernel), tokens=self.tokens,
+            heads=self.heads, head_dim=self.head_dim, dtype="bf16" if self.dtype is torch.bfloat16 else "f16",
+            device="cuda",
         )  # fmt: skip
 
     def inputs(self, count: int = 4) -> list[Tensor]:
@@ -115,9 +115,11 @@ def by_groups(row: Row, copies: bool) -> Callable[..., Tensor]:
     return attend
 
 
-def peers(row: Row) -> dict[str, Callable[..., Tensor]]:
+def peers(row: Row, quick: bool) -> dict[str, Callable[..., Tensor]]:
     if row.mixed:
-        return {"flash composition": longnet_composition(row.segments, row.dilations)}
+        attend = longnet_composition(row.segments, row.dilations)
+        names = {"flash composition": attend}
+        return names if quick else {**names, "compiled flash composition": torch.compile(attend, dynamic=False)}
 
     def on(backend: SDPBackend, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*qkv: Tensor) -> Tensor:
@@ -181,10 +183,11 @@ def steps(attend: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Call
     }
 
 
-def best_peer(row: Row, inputs: list[Tensor]) -> tuple[str, Callable[..., Tensor], dict[str, object]]:
+def best_peer(row: Row, inputs: list[Tensor], quick: bool) -> tuple[str, Callable[..., Tensor], dict[str, object]]:
     """The composition with the least time for forward and backward together, and what each took (or why it did not)."""
     taken: dict[str, object] = {}
-    for name, attend in peers(row).items():
+    candidates = peers(row, quick)
+    for name, attend in candidates.items():
         try:
             body = steps(attend, inputs)["forward_backward"]
             timed(body, 2)
@@ -195,7 +198,7 @@ def best_peer(row: Row, inputs: list[Tensor]) -> tuple[str, Callable[..., Tensor
     if not able:
         raise RuntimeError(f"no peer runs {row.name}: {taken}")
     name = min(able, key=able.__getitem__)
-    return name, peers(row)[name], taken
+    return name, candidates[name], taken
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -246,23 +249,23 @@ def errors(row: Row, attends: dict[str, Callable[..., Tensor]], inputs: list[Ten
     }
 
 
-def measure_row(row: Row, quick: bool) -> dict[str, object]:
+def measure_row(row: Row, quick: bool, kernel: str) -> dict[str, object]:
     inputs = row.inputs()
     pattern = row.pattern
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return lt.attention(query, key, value, pattern, causal=row.causal)
+        return lt.attention(query, key, value, pattern, causal=row.causal, kernel=kernel)
 
-    peer_name, peer, candidates = best_peer(row, inputs)
+    peer_name, peer, candidates = best_peer(row, inputs, quick)
     attends = {"longspan": ours, "peer": peer}
     result: dict[str, object] = {
         **{name: value for name, value in dataclasses.asdict(row).items() if name != "dtype"},
         "dtype": str(row.dtype).removeprefix("torch."),
-        "kernels": {step: row.plan.kernel(step) for step in ("forward", "backward")},
+        "kernels": {step: row.plan(kernel).kernel(step) for step in ("forward", "backward")},
         "peer": peer_name,
         "peer_candidates_forward_backward_ms": candidates,
     }
-    totals = row.plan.totals
+    totals = row.plan().totals
     for step in ("forward", "forward_backward"):
         times = take_turns({name: steps(attend, inputs)[step] for name, attend in attends.items()}, quick)
         flops = totals["forward_flops"] + (totals["backward_flops"] if step == "forward_backward" else 0)
@@ -384,7 +387,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="which rows, with * and ?; all without any")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, no compiled peers")
+    parser.add_argument("--kernel", default="", help="run this kernel of ours, such as cuda-mma, instead of the best")
     parser.add_argument("--json", type=Path, help="write everything here, after each row")
     arguments = parser.parse_args()
     names = [*table, *extras]
@@ -404,7 +408,10 @@ def main() -> None:
     for name in chosen:
         started = time.perf_counter()
         try:
-            result = extras[name](arguments.quick) if name in extras else measure_row(table[name], arguments.quick)
+            if name in extras:
+                result = extras[name](arguments.quick)
+            else:
+                result = measure_row(table[name], arguments.quick, arguments.kernel)
         except (RuntimeError, longspan.Error) as error:  # one row less, not a run lost
             result = {"name": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         result["seconds_spent"] = time.perf_counter() - started

@@ -79,6 +79,11 @@ std::string legend(const Plan& plan) {
   return html + R"(<span><i class="key none"></i>covered by none: output 0</span></div>)";
 }
 
+/// CPUs in GFLOP/s, as ever; what would take six digits in TFLOP/s.
+std::string speed(double gflops) {
+  return gflops < 1e5 ? fmt::format("{:.1f} GFLOP/s", gflops) : fmt::format("{:.1f} TFLOP/s", gflops * 1e-3);
+}
+
 /// With several devices every line says which one it is about.
 std::string labelled(const Report& report, const ReportRun& run, const std::string& name) {
   return report.runs.size() > 1 ? fmt::format("{} {}", run.device, name) : name;
@@ -92,7 +97,7 @@ std::string facts(const Report& report) {
   for (const ReportRun& run : report.runs) {
     for (const ReportPass& pass : run.passes) {
       html += fact(short_duration(pass.seconds), labelled(report, run, pass.name));
-      html += fact(fmt::format("{:.1f}", pass.gflops), labelled(report, run, "GFLOP/s " + pass.name));
+      html += fact(speed(pass.gflops), labelled(report, run, pass.name));
     }
   }
   html += fact(short_bytes(report.runs.front().extra_bytes), "extra memory, measured");
@@ -128,8 +133,8 @@ std::vector<std::pair<std::string, std::string>> summary_rows(const Report& repo
   for (const ReportRun& run : report.runs) {
     for (const ReportPass& pass : run.passes) {
       rows.emplace_back(labelled(report, run, pass.name),
-                        fmt::format("{}, {:.1f} GFLOP/s ({:.0f}% of peak), kernel {}", short_duration(pass.seconds),
-                                    pass.gflops, 100 * pass.gflops / run.peak_gflops, pass.kernel));
+                        fmt::format("{}, {} ({:.0f}% of peak), kernel {}", short_duration(pass.seconds),
+                                    speed(pass.gflops), 100 * pass.gflops / run.peak_gflops, pass.kernel));
     }
     for (const RowCheck& check : run.checks) worst = std::max(worst, check.over_tolerance);
     rows.emplace_back(labelled(report, run, "memory"), fmt::format("{} extra, measured", short_bytes(run.extra_bytes)));
@@ -148,8 +153,7 @@ std::string render_report(const Report& report) {
   for (const auto& [name, value] : summary_rows(report)) add_row(name, value);
   add_row("machine", report.machine);
   for (const ReportRun& run : report.runs) {
-    add_row(run.device,
-            fmt::format("{}, peak {:.0f} GFLOP/s measured: {}", run.summary, run.peak_gflops, run.peak_source));
+    add_row(run.device, fmt::format("{}, peak {} measured: {}", run.summary, speed(run.peak_gflops), run.peak_source));
   }
   add_row("pattern", plan.pattern().to_string() + (plan.options().causal ? ", causal" : ""));
 

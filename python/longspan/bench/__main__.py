@@ -124,13 +124,13 @@ def bench_encoder(tiles: int, repeats: int, layers: int, dtype: torch.dtype, dev
     }
 
 
-def bench_overhead(repeats: int) -> dict:
-    """What a call costs beside its kernel: two rows of four numbers, on one thread."""
+def bench_overhead(repeats: int, device: str) -> dict:
+    """What a call costs the host beside its kernel: two rows of eight numbers, on one thread."""
     threads = longspan.num_threads(), torch.get_num_threads()
     longspan.set_num_threads(1)
     torch.set_num_threads(1)
     try:
-        query, key, value = (torch.randn(1, 2, 1, 4) for _ in range(3))
+        query, key, value = (torch.randn(1, 2, 1, 8, device=device) for _ in range(3))
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
         pattern = str(longspan.dilated([2], [1]))
         operator = longspan.Attention(longspan.Pattern.parse(pattern))
@@ -156,7 +156,7 @@ def bench_overhead(repeats: int) -> dict:
     finally:
         longspan.set_num_threads(0)
         torch.set_num_threads(threads[1])
-    return {"what": "overhead", "microseconds": result}
+    return {"what": "overhead", "device": device, "microseconds": result}
 
 
 def main() -> None:
@@ -196,7 +196,7 @@ def main() -> None:
             bench_encoder(arguments.tiles, arguments.repeats or 5, arguments.layers, dtype, device)
             for dtype in chosen_dtypes("float16")
         ],
-        "overhead": lambda: [bench_overhead(arguments.repeats or 1000)],
+        "overhead": lambda: [bench_overhead(arguments.repeats or 1000, device)],
     }
     for part in arguments.parts or makers:
         results = makers[part]()

@@ -66,6 +66,8 @@ def longnet_composition(
 
         def gathered(x: Tensor) -> Tensor:
             x = functional.pad(x, (0, 0, 0, 0, 0, pieces * width - tokens)).reshape(-1, width, heads, head_dim)
+            if dilation == 1:
+                return x.transpose(1, 2)  # every row of every head: attention reads it in place
             x = functional.pad(x, (0, 0, 0, 0, 0, rows * dilation - width))
             picked = x.view(blocks).diagonal(dim1=2, dim2=3)
             return picked.permute(0, 4, 2, 1, 3).reshape(batch * pieces, heads, rows, head_dim)
@@ -79,11 +81,17 @@ def longnet_composition(
             return whole.reshape(batch, pieces * width, heads, last)[:, :tokens]
 
         out, lse = fused(*map(gathered, (q, k, v)))
+        if dilation == 1:
+            flat = (x.transpose(1, 2).reshape(batch, pieces * width, heads, -1) for x in (out, lse.unsqueeze(-1)))
+            return tuple(x[:, :tokens] for x in flat)
         return scattered(out, 0.0), scattered(lse.unsqueeze(-1), -1e8)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
         outs, sums = zip(*(branch(q, k, v, *pair) for pair in zip(segments, dilations)))
         weights = torch.stack([x.detach() for x in sums]).softmax(0).to(q.dtype)
-        return sum(out * weight for out, weight in zip(outs, weights))
+        mixed = outs[0] * weights[0]
+        for out, weight in zip(outs[1:], weights[1:]):
+            mixed = torch.addcmul(mixed, out, weight)
+        return mixed
 
     return attend

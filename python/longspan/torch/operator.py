@@ -118,9 +118,9 @@ def _seed_arguments(query: Tensor, seed: Tensor | None) -> tuple[int, int]:
 
 def _check_capture(query: Tensor, lengths: Tensor | None) -> None:
     """A replay finds on the GPU what was there at the capture; what the host lent then may be gone."""
-    if not query.is_cuda or not torch.cuda.is_current_stream_capturing():
+    if lengths is None or lengths.is_cuda or not query.is_cuda:
         return
-    if lengths is not None and not lengths.is_cuda:
+    if torch.cuda.is_current_stream_capturing():
         raise InvalidArgument(
             "lengths is on the host inside a graph capture: move it to the GPU, where replays can read it", "lengths"
         )
@@ -147,7 +147,7 @@ def _check_dimensions(**tensors: Tensor) -> None:
 
 def _run_forward(
     query, key, value, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes,
-    query_ranges, deterministic, detached_mix, allow_tf32, kernel,
+    query_ranges, deterministic, detached_mix, allow_tf32, kernel, *, with_lse=True,
 ):  # fmt: skip
     operator = compiled(
         pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
@@ -156,10 +156,10 @@ def _run_forward(
         _check_dimensions(query=query)
     _check_capture(query, lengths)
     out = _empty_like(query)
-    lse = _empty_lse(query)
+    lse = _empty_lse(query) if with_lse else None
     try:
         operator.forward(
-            *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
+            *map(raw_tensor, ("query", "key", "value", "out"), (query, key, value, out)), _raw_or_none("lse", lse),
             _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
             _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(query, seed),
             **placement(query),
@@ -287,12 +287,13 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return not any(observes() for observes in _observers)
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, settings: tuple) -> tuple[Tensor, Tensor]:
+def _call(query: Tensor, key: Tensor, value: Tensor, settings: tuple, with_lse: bool = True) -> tuple[Tensor, Any]:
+    """(out, lse); lse may be None if not asked for."""
     if not _is_plain(query, key, value):
         return _forward_op(query, key, value, *settings)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return _Eager.apply(query, key, value, settings)
-    return _run_forward(query, key, value, *settings)
+    return _run_forward(query, key, value, *settings, with_lse=with_lse)
 
 
 @torch.compiler.assume_constant_result
@@ -370,7 +371,7 @@ def attention(
         query, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
         deterministic, detached_mix, allow_tf32, kernel,
     )  # fmt: skip
-    out, lse = _call(query, key, value, settings)
+    out, lse = _call(query, key, value, settings, return_lse)
     (out,) = _arranged(layout, out)
     return (out, lse) if return_lse else out
 

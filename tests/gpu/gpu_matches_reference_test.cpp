@@ -62,6 +62,17 @@ INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuTf32,
                                             ::testing::Bool(), ::testing::ValuesIn(shapes())),
                          suite_name);
 
+/// Tensor cores cut sums off: added up there alone, thousands of terms of one sign would lose far more than by
+/// rounding.
+TEST(GpuFloat32, LongSumsOfOneSign) {
+  LONGSPAN_NEEDS_GPU();
+  Case c(Pattern::dense(), {}, {1, 8192, 1, 1, 64}, DType::f32, Layout::bnhd, {{0, 64}});
+  c.v.for_each([&](auto entry, auto row, auto head, auto column) {
+    c.v.set(entry, row, head, column, std::abs(c.v.at(entry, row, head, column)));
+  });
+  expect_gpu_matches(c);
+}
+
 class GpuOption : public ::testing::TestWithParam<std::tuple<DType, std::int64_t>> {
  protected:
   DType dtype() const { return std::get<0>(GetParam()); }

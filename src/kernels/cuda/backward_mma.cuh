@@ -13,16 +13,17 @@
 
 namespace longspan::cuda {
 
-template <class MathValue, int kColumnsValue, bool kFeaturesValue>
+/// kCompact: half the keys and queries at a time, for GPUs with less than 100 KiB of shared memory in a block.
+template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kCompact = false>
 struct BackwardShape {
   using Math = MathValue;
   static constexpr int kColumns = kColumnsValue;
   static constexpr bool kFeatures = kFeaturesValue;
   static constexpr bool kLight = kColumns <= 64 || kWide<Math>;  // one warp has its keys' gradients in registers
   static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
-  static constexpr int kKeyWarps = 4, kSplit = kLight ? 1 : 2;
-  static constexpr int kQueries = kWide<Math> || kColumns > 128 ? 32 : 64;               // of a tile
-  static constexpr int kPassQueries = kColumns > 128 ? 16 : 32;                          // of a warp at a time
+  static constexpr int kKeyWarps = kCompact ? 2 : 4, kSplit = kLight ? 1 : 2;
+  static constexpr int kQueries = kWide<Math> || kColumns > 128 || kCompact ? 32 : 64;   // of a tile
+  static constexpr int kPassQueries = kColumns > 128 || kCompact ? 16 : 32;              // of a warp at a time
   static constexpr int kQueryColumnWarps = kColumns % 64 != 0 ? kSplit : kColumns / 32;  // the dQ tile over warps
   static constexpr int kBlocksPerSm = kLight ? 2 : 1;
 };

@@ -51,13 +51,19 @@ struct Place {
 
 __device__ __forceinline__ Place place_of(std::int64_t block, int lanes, std::int64_t rows, int heads, int batch,
                                           int columns) {
-  const std::int64_t thread = block * kThreads + threadIdx.x, flat = thread / lanes;
+  const unsigned within = threadIdx.x / static_cast<unsigned>(lanes);
+  const std::int64_t flat = block * (kThreads / lanes) + within;
   Place place;
-  place.chunk = static_cast<int>(thread % lanes);
-  place.head = static_cast<int>(flat % heads);
-  const std::int64_t by_row = flat / heads;
-  place.row = by_row % rows;
-  place.entry = static_cast<int>(by_row / rows);
+  place.chunk = static_cast<int>(threadIdx.x - within * static_cast<unsigned>(lanes));
+  const auto split = [&](auto index) {  // in 32 bits where they do: divisions would take longer than the memory
+    using Index = decltype(index);
+    const Index by_row = index / static_cast<Index>(heads);
+    place.head = static_cast<int>(index - by_row * static_cast<Index>(heads));
+    place.row = static_cast<std::int64_t>(by_row % static_cast<Index>(rows));
+    place.entry = static_cast<int>(by_row / static_cast<Index>(rows));
+  };
+  if (flat >> 32 == 0 && rows >> 32 == 0) split(static_cast<unsigned>(flat));
+  else split(flat);
   place.valid = place.entry < batch && place.chunk * 8 < columns;
   return place;
 }
@@ -69,6 +75,13 @@ std::int64_t blocks_for(std::int64_t rows, int columns) {
 std::int64_t query_blocks(const Launch& a) { return blocks_for(a.query_rows * a.heads * a.batch, a.columns); }
 std::int64_t key_blocks(const Launch& a) {
   return blocks_for(static_cast<std::int64_t>(a.tokens) * a.kv_heads * a.batch, a.columns);
+}
+
+/// Whether some branch covers a query row, so that it has a gradient. Known only to calls of one range; others say yes.
+__device__ __forceinline__ bool has_gradient(const Launch& a, const Place& at) {
+  if (a.range_count != 1 || a.ranges[0].count != a.query_rows) return true;
+  const int length = a.length(at.entry), position = a.ranges[0].start + static_cast<int>(at.row);
+  return position < length && (!a.fill || a.covered(at.head, position, length, 0, a.branch_count));
 }
 
 /// Writes {lse in base 2, dscore_scale * (delta - dlse)} for each query row; lse = -inf becomes +inf, so that its
@@ -88,7 +101,8 @@ __global__ void __launch_bounds__(kThreads)
     zeros.store(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
     return;
   }
-  const Place at = place_of(blockIdx.x, lanes, a.query_rows, a.heads, a.batch, a.columns);
+  Place at = place_of(blockIdx.x, lanes, a.query_rows, a.heads, a.batch, a.columns);
+  at.valid = at.valid && has_gradient(a, at);
   float delta = 0.0f;
   const std::int64_t packed = at.valid ? a.packed_row(at.entry, at.row, at.head) : 0;
   if (at.valid) {
@@ -116,11 +130,12 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     finish(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
-  Eight<T> chunk;
+  Eight<T> chunk = {};
   if (blockIdx.x < first_key_block) {
     const Place at = place_of(blockIdx.x, lanes, a.query_rows, a.heads, a.batch, a.columns);
     if (!at.valid) return;
-    chunk.load_sums(a.dq_sum + a.packed_row(at.entry, at.row, at.head) * a.columns + at.chunk * 8, a.sum_scale);
+    if (has_gradient(a, at))
+      chunk.load_sums(a.dq_sum + a.packed_row(at.entry, at.row, at.head) * a.columns + at.chunk * 8, a.sum_scale);
     chunk.store(reinterpret_cast<T*>(a.dq.data) + a.dq.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
     return;
   }

@@ -17,6 +17,16 @@ cudaError_t start_backward(const Launch& launch, bool features, cudaStream_t str
     static_assert(Tile::kSharedBytes <= backward_shared_bytes(kWide<Math>, kColumns));
     return start<&backward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
   };
+  if constexpr (!kWide<Math>) {
+    const auto run_compact = [&]<bool kFeatures>() {
+      using Shape = BackwardShape<Math, 128, kFeatures, true>;
+      using Tile = BackwardTile<Shape>;
+      static_assert(Tile::kKeys == kCompactKeys && Tile::kSharedBytes <= kCompactBytes);
+      return start<&backward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
+    };
+    if (launch.compact)
+      return features ? run_compact.template operator()<true>() : run_compact.template operator()<false>();
+  }
   if (!features) {
     if constexpr (!kWide<Math>) {
       if (launch.columns <= 48) return run.template operator()<48, false>();

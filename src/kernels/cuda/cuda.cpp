@@ -110,6 +110,20 @@ Verdict can_run_matrix(const Plan& plan, Pass pass) {
   return yes();
 }
 
+/// Only what cuda-mma needs more shared memory for than many GPUs have; the rest would be the same kernels again.
+Verdict can_run_compact(const Plan& plan, Pass pass) {
+  if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
+  const Problem& problem = plan.problem();
+  if (problem.dtype == DType::f32 || problem.head_dim <= 64 || problem.head_dim > 128)
+    return no("is for head dims 72 to 128 of 16-bit types, here is {} of {}", problem.head_dim, name_of(problem.dtype));
+  if (pass == Pass::forward) return can_run_matrix(plan, pass);
+  const int available = devices()[static_cast<std::size_t>(problem.device.index)].shared_bytes;
+  if (available < kCompactBytes)
+    return no("needs {} bytes of shared memory in a block, {} has {}", kCompactBytes, to_string(problem.device),
+              available);
+  return yes();
+}
+
 Verdict can_run_simt(const Plan& plan, Pass) { return fits(plan); }
 
 /// Host memory handed over as a CUDA tensor would only fail later, and take the process's GPU with it.
@@ -214,7 +228,7 @@ void backward_simt_call(const BackwardArguments& a) {
 
 /// Backward with matrix units: deltas; dk and dv, and dq with them; conversion. `deterministic` takes dq in a pass of
 /// its own and launches what adds to the same rows one after the other.
-void backward_matrix(const BackwardArguments& a) {
+void backward_shaped(const BackwardArguments& a, bool compact) {
   if (!has_key_sums(a)) return backward_simt_call(a);
   const DeviceGuard guard(device_of(a));
   check_gradients(a);
@@ -237,8 +251,11 @@ void backward_matrix(const BackwardArguments& a) {
       launch.deltas = false;
     });
   }
-  for_each_launch(a, tiling_of(a.plan, true, false), true, [&](Launch& launch) {
+  Tiling by_keys = tiling_of(a.plan, true, false);
+  if (compact) by_keys.rows = kCompactKeys;
+  for_each_launch(a, by_keys, true, [&](Launch& launch) {
     prepare(launch);
+    launch.compact = compact;
     launch.separate_dq = in_order;
     const auto run = [&](const Launch& part) {
       if (part.items == 0) return;
@@ -258,13 +275,17 @@ void backward_matrix(const BackwardArguments& a) {
   check(finish_backward(last, a.q.dtype, stream), "starting the conversion of gradients");
 }
 
-const Kernel kMatrix = {"cuda-mma", can_run_matrix,
-                        [](const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; }, forward_matrix,
-                        backward_matrix};
+void backward_matrix(const BackwardArguments& a) { backward_shaped(a, false); }
+void backward_compact(const BackwardArguments& a) { backward_shaped(a, true); }
+
+std::size_t matrix_workspace(const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; }
+
+const Kernel kMatrix = {"cuda-mma", can_run_matrix, matrix_workspace, forward_matrix, backward_matrix};
+const Kernel kCompact = {"cuda-mma-compact", can_run_compact, matrix_workspace, forward_matrix, backward_compact};
 const Kernel kSimt = {"cuda-simt", can_run_simt,
                       [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
                       forward_simt_call, backward_simt_call};
-const Kernel* const kList[] = {&hopper::kForward, &kMatrix, &kSimt};
+const Kernel* const kList[] = {&hopper::kForward, &kMatrix, &kCompact, &kSimt};
 
 }  // namespace
 

@@ -295,7 +295,8 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
         tile.out, [&](Fragment& f, int m, int step) { weights_of<Math>(f, tile.scores[m], step); }, v_tile, 0, 0);
   }
 
-  // Padding, then either put the state down for a later branch or write the row.
+  // Padding, then either put the state down for a later branch or write the row. What that takes is computed here.
+  const int done = computed_here(0);
   const int padding = branch.padding(strand, length, a.causal);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
         tile.raise(m, half, fmaxf(tile.largest[m][half], 0.0f));
         sum += static_cast<float>(padding) * fast_exp2(-tile.largest[m][half]);
       }
-      const int row = thread_row + 16 * m + 8 * half;
+      const int row = done + thread_row + 16 * m + 8 * half;
       const bool unfinished =
           a.merges && row < rows && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count);
       if (unfinished) {
@@ -347,7 +348,7 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
   constexpr int kPerChunk = 16 / kSize, kChunks = kColumns / kPerChunk;
 #pragma unroll 4
   for (int i = lane; i < 16 * kRowTiles * kChunks; i += kWarpThreads) {
-    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    const int row = done + warp_row + i / kChunks, chunk = i % kChunks;
     if (row >= rows || chunk * kPerChunk >= a.columns) continue;
     if (a.merges && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count)) continue;
     const uint4 value = *reinterpret_cast<const uint4*>(shared + chunk_offset<kPitch>(row, chunk));

@@ -11,6 +11,7 @@ namespace longspan::cuda {
 /// Rows of one forward item and keys of one backward item, which the work table is made for, and the shared memory that
 /// a block takes at most. `wide`: float32 storage. The shapes of the kernels are held to these where they are started.
 constexpr int tile_rows(bool wide, int columns) { return wide || columns > 128 ? 64 : 128; }
+inline constexpr int kCompactKeys = 64, kCompactBytes = 81 * 1024;
 inline constexpr int kQueryPassRows = 64;  // of dq in a pass of its own
 constexpr int forward_shared_bytes(bool wide, int columns) {
   const int bytes = columns * (wide ? 4 : 2);

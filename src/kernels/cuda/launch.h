@@ -114,6 +114,7 @@ struct Launch {
   int batch, tokens, heads, kv_heads, columns, branch_count, work_count, range_count, piece_count;
   bool causal, lengths_64, merges, aligned, detached, dropout, sum_keys, fill;
   bool deltas;       // a forward that puts down delta of each branch instead of out
+  bool compact;      // a backward with little shared memory
   bool separate_dq;  // a backward whose dq is another launch's
   bool descending;   // tiles of a strand, so that long ones come first
   DeviceBranch branches[kMaxBranches];

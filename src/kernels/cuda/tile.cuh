@@ -11,6 +11,13 @@
 
 namespace longspan::cuda {
 
+/// The same value, but the compiler does not know so: what depends on it cannot be computed before, to be carried
+/// through a loop in registers that the loop needs.
+__device__ __forceinline__ int computed_here(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 template <class Math>
 inline constexpr bool kWide = sizeof(Element<Math>) == 4;
 template <class Math>

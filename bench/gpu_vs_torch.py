@@ -20,7 +20,6 @@ import dataclasses
 import fnmatch
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from pathlib import Path
 import longspan
 import longspan.torch as lt  # before torch itself: says what is missing
 from longspan.bench.composition import longnet_composition
+from longspan.bench.timing import gpu_facts
 
 import torch
 from torch import Tensor
@@ -363,16 +363,9 @@ def headline(result: dict) -> str:
 
 
 def describe_run() -> dict[str, object]:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        driver = "unknown"
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
+        **gpu_facts(),
         "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
         "longspan": longspan.__version__,
         "commit": longspan.__commit__,
         "command": " ".join(["python", *sys.argv]),

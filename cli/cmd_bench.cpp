@@ -15,6 +15,7 @@
 #include "longspan/error.h"
 #include "longspan/memory.h"
 #include "longspan/threads.h"
+#include "longspan/version.h"
 #include "machine.h"
 #include "peak.h"
 #include "problem_options.h"
@@ -174,6 +175,8 @@ int run(const BenchCommand& command) {
 
   if (command.json) {
     Json json = {{"bench", command.what},
+                 {"version", version()},
+                 {"commit", commit()},
                  {"tokens", shape.tokens},
                  {"pattern", choice.pattern.to_string()},
                  {"problem", describe(shape)},

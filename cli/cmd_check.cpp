@@ -15,6 +15,7 @@
 #include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
+#include "longspan/version.h"
 #include "machine.h"
 #include "problem_options.h"
 #include "tensor.h"
@@ -152,6 +153,8 @@ int run(const CheckCommand& command) {
 
   if (command.json) {
     Json json = {{"ok", failures.empty()},
+                 {"version", version()},
+                 {"commit", commit()},
                  {"cases", cases.size()},
                  {"left_out", left_out},
                  {"seed", choice.seed},

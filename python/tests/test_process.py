@@ -218,3 +218,11 @@ def test_process_exits_quietly():
         """
     )
     assert result.returncode == 0 and result.stderr == ""
+
+
+@pytest.mark.skipif(bool(longspan.info()["gpus"]), reason="there is a GPU here")
+def test_benchmarks_say_what_a_gpu_needs():
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "longspan.bench", "encoder", "--device", "cuda"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and longspan.info()["why_no_gpu"] in result.stderr

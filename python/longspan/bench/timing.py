@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -45,6 +46,18 @@ def microseconds(function: Callable[[], object], repeats: int, calls: int = 10) 
     return best * 1e6
 
 
+def gpu_facts() -> dict[str, object]:
+    """The GPU, its driver and cuDNN; empty where there is none."""
+    if not torch.cuda.is_available():
+        return {}
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        driver = "unknown"
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "cudnn": torch.backends.cudnn.version()}
+
+
 def machine() -> dict[str, object]:
     """What the numbers depend on."""
     model = platform.processor()
@@ -53,12 +66,9 @@ def machine() -> dict[str, object]:
         lines = cpuinfo.read_text().splitlines()
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         model = names[0] if names else model
-    gpu = {}
-    if torch.cuda.is_available():
-        gpu = {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
     return {
         "cpu": model,
-        **gpu,
+        **gpu_facts(),
         "command": " ".join(["python -m longspan.bench", *sys.argv[1:]]),
         "threads": longspan.num_threads(),
         "load_average": os.getloadavg()[0],

@@ -30,8 +30,9 @@ struct VectorForward : Layout {
   static void begin() {}
   static void end() {}
 
-  /// scores[row][begin .. end) for the group's `rows`; begin is a multiple of kRunMultiple.
-  void scores(std::int64_t rows, const float* q, const float* k_panels, std::int64_t begin, std::int64_t end, float* scores) const {
+  /// scores[row][begin .. end) for the group's `rows` (each sees `limits` keys); begin is a multiple of kRunMultiple.
+  void scores(std::int64_t rows, const std::int64_t*, const float* q, const float* k_panels, std::int64_t begin, std::int64_t end,
+              float* scores) const {
     for (std::int64_t key = begin / kPanel * kPanel; key < end; key += kPanel) {
       const int vectors = static_cast<int>(std::min<std::int64_t>(kTileVectors, (end - key + kLanes - 1) / kLanes));
       const float* const panel = k_panels + key * this->depth;
@@ -41,8 +42,8 @@ struct VectorForward : Layout {
     }
   }
   /// out = corrections * out + weights[.. begin .. end) * values.
-  void outputs(std::int64_t rows, const float* weights, const float* values, std::int64_t begin, std::int64_t end, float* out,
-               const float* corrections) const {
+  void outputs(std::int64_t rows, const std::int64_t*, const float* weights, const float* values, std::int64_t begin, std::int64_t end,
+               float* out, const float* corrections) const {
     const float* const a = weights + begin / Products::kPerUnit;
     const float* const b = values + this->value_offset(begin);
     const int inner = static_cast<int>((end - begin + Products::kPerUnit - 1) / Products::kPerUnit);
@@ -125,10 +126,12 @@ class ForwardRun {
 
  private:
   void load_queries() {
+    constexpr std::int64_t kAhead = 8;
     const std::int64_t rows = rows_.size(), padded = round_up(rows, Scheme::kGroup);
     for (std::int64_t row = 0; row < padded; ++row) {
       const std::byte* source = zero_row();
       if (row < rows) source = static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row);
+      if (row + kAhead < rows) prefetch_row(static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row + kAhead), scheme_.row_bytes());
       scheme_.pack_query(m_.q + row * scheme_.query_stride(), source, scheme_.query_factor);
       m_.limits[row] = row >= rows ? 0 : shared_.causal ? rows_.index(row) + 1 : task_.strand.count;
       m_.largest[row] = -kInfinity;
@@ -194,7 +197,7 @@ class ForwardRun {
     const std::int64_t valid = std::min<std::int64_t>(Scheme::kGroup, rows_.size() - group);
     const int run_count = Policy::kActive ? find_runs(any, most, runs) : 1;
     for (int run = 0; run < run_count; ++run) {
-      scheme_.scores(valid, m_.q + group * scheme_.query_stride(), m_.k_panels, runs[run].begin, runs[run].end, m_.scores);
+      scheme_.scores(valid, limits, m_.q + group * scheme_.query_stride(), m_.k_panels, runs[run].begin, runs[run].end, m_.scores);
     }
     for (int i = 0; i < valid; ++i) {
       float* const scores = m_.scores + i * Scheme::kScoreStride;
@@ -226,7 +229,7 @@ class ForwardRun {
     }
     const float* corrections = m_.corrections;
     for (int run = 0; run < run_count; ++run) {
-      scheme_.outputs(valid, m_.scores, m_.values, runs[run].begin, runs[run].end, m_.out + group * scheme_.columns, corrections);
+      scheme_.outputs(valid, limits, m_.scores, m_.values, runs[run].begin, runs[run].end, m_.out + group * scheme_.columns, corrections);
       corrections = kOnes;
     }
   }

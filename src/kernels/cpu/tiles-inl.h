@@ -86,7 +86,8 @@ HWY_NOINLINE void multiply_all(std::int64_t row_tiles, std::int64_t column_tiles
 
 struct TileForward : PairLayout<kTile> {
   using PairLayout::PairLayout;
-  static constexpr int kGroup = 2 * kTile;
+  // Four tiles of rows use a panel before the next is fetched: products wait for the second-level cache, not for the tiles.
+  static constexpr int kGroup = 4 * kTile;
   static constexpr int kPanel = 2 * kTile;
   static constexpr std::int64_t kKeyBlock = 512;
   static constexpr std::int64_t kScoreStride = kKeyBlock + kTile;  // not a power of two: rows of a tile fall into different sets
@@ -95,13 +96,27 @@ struct TileForward : PairLayout<kTile> {
   static void begin() { configure_tiles(); }
   static void end() { _tile_release(); }
 
-  void scores(std::int64_t rows, const float* q, const float* k_panels, std::int64_t begin, std::int64_t end, float* scores) const {
-    for (std::int64_t key = begin; key < end; key += kPanel) {
-      multiply_all<false>((rows + kTile - 1) / kTile, 2, q, depth, k_panels + key * depth, kPanel, depth / kTile, scores + key, kScoreStride);
+  /// Two tiles of rows at a time, so that rows on the diagonal cost what they see: calls part(first row, tiles, keys seen).
+  template <class Part>
+  static HWY_INLINE void for_row_pairs(std::int64_t rows, const std::int64_t* limits, std::int64_t end, Part part) {
+    for (std::int64_t row = 0; row < rows; row += 2 * kTile) {
+      const std::int64_t most = *std::max_element(limits + row, limits + row + 2 * kTile);
+      part(row, std::min<std::int64_t>(2, (rows - row + kTile - 1) / kTile), std::min(most, end));
     }
   }
-  void outputs(std::int64_t rows, const float* weights, const float* values, std::int64_t begin, std::int64_t end, float* out,
-               const float* corrections) const {
+
+  void scores(std::int64_t rows, const std::int64_t* limits, const float* q, const float* k_panels, std::int64_t begin, std::int64_t end,
+              float* scores) const {
+    for (std::int64_t key = begin; key < end; key += kPanel) {
+      for_row_pairs(rows, limits, end, [&](std::int64_t row, std::int64_t tiles, std::int64_t seen) {
+        if (key >= seen) return;
+        multiply_all<false>(tiles, 2, q + row * depth, depth, k_panels + key * depth, kPanel, depth / kTile,
+                            scores + row * kScoreStride + key, kScoreStride);
+      });
+    }
+  }
+  void outputs(std::int64_t rows, const std::int64_t* limits, const float* weights, const float* values, std::int64_t begin, std::int64_t end,
+               float* out, const float* corrections) const {
     for (std::int64_t row = 0; row < rows; ++row) {
       if (corrections[row] == 1.0f) continue;  // the rule once the largest score was met; multiplying by 1 changes no bit
       for (std::int64_t column = 0; column < columns; column += kLanes) {
@@ -109,8 +124,11 @@ struct TileForward : PairLayout<kTile> {
         store(hn::Mul(load(target), broadcast(corrections[row])), target);
       }
     }
-    multiply_all<true>((rows + kTile - 1) / kTile, columns / kTile, weights + begin / 2, kScoreStride, values + value_offset(begin), columns,
-                       (end - begin + 2 * kTile - 1) / (2 * kTile), out, columns);
+    for_row_pairs(rows, limits, end, [&](std::int64_t row, std::int64_t tiles, std::int64_t seen) {
+      if (begin >= seen) return;
+      multiply_all<true>(tiles, columns / kTile, weights + row * kScoreStride + begin / 2, kScoreStride, values + value_offset(begin), columns,
+                         (seen - begin + 2 * kTile - 1) / (2 * kTile), out + row * columns, columns);
+    });
   }
 };
 

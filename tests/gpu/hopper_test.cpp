@@ -48,6 +48,10 @@ TEST(HopperChoice, FollowsStrandsAndHeadDim) {
             "256 x 64 tiles for strands of about 512 rows, head dim as 48, 6 stages");
   EXPECT_EQ(shape(Pattern::dilated({2048, 8192}, {1, 4}), 131072, 48),
             "192 x 128 tiles for strands of about 2048 rows, head dim as 48, 4 stages");
+  EXPECT_EQ(shape(Pattern::dilated({128, 1024}, {1, 16}), 4096, 64),
+            "256 x 64 tiles for strands of about 126 rows, 2 to a tile, head dim as 64, 6 stages");
+  EXPECT_EQ(shape(Pattern::dense(), 60, 128),
+            "192 x 80 tiles for strands of about 60 rows, 3 to a tile, head dim as 128, 3 stages");
   EXPECT_EQ(shape(Pattern::dense(), 300, 72), "192 x 80 tiles for strands of about 300 rows, head dim as 96, 3 stages");
   EXPECT_EQ(shape(Pattern::dense(), 8192, 128),
             "192 x 80 tiles for strands of about 8192 rows, head dim as 128, 3 stages");
@@ -69,6 +73,11 @@ std::vector<Setting> settings() {
           {"dense_ragged", Pattern::dense(), {2, 1501, 2, 1, 64}, {}, {}},
           {"dense_wide", Pattern::dense(), {1, 1300, 2, 2, 128}, {}, {}},
           {"short_strands", Pattern::dilated({400, 800}, {1, 2}), {2, 2000, 4, 2, 64}, {}, {}},
+          {"pairs_of_strands", Pattern::dilated({100, 512}, {1, 4}), {2, 1111, 3, 3, 64}, {}, {}},
+          {"packed_strands", Pattern::dilated({64, 500}, {1, 9}), {2, 1111, 4, 2, 64}, {}, {}},
+          {"packed_wide", Pattern::dilated({61, 122}, {1, 2}), {1, 1111, 4, 4, 128}, {}, {}},
+          {"packed_lengths", Pattern::dilated({64, 128}, {1, 2}), {3, 700, 2, 2, 48}, {0, 65, 700}, {}},
+          {"packed_ranges", Pattern::dilated({64, 128}, {1, 2}), {1, 700, 2, 2, 96}, {}, {{100, 3}, {300, 90}}},
           {"groups", groups, {1, 4096, 3, 3, 64}, {}, {}},
           {"groups_wide", groups, {1, 4096, 3, 3, 128}, {}, {}},
           {"groups_ragged", ragged, {2, 2999, 4, 2, 64}, {}, {}},

@@ -10,6 +10,7 @@ struct Choice {
   int keys = 0;     // of one tile
   int stages = 0;   // tiles of K and of V in shared memory
   int strand = 0;   // the length of strand it was chosen for
+  int packed = 1;   // strands that share a tile of queries, each with groups of its own
   int blocks = 0;
 };
 

@@ -23,27 +23,33 @@ struct Consumer {
 
   const HopperLaunch& a;
   const Memory<S> memory;
-  Task* const tasks;
+  typename S::Tasks& tasks;
   const int group, thread, lane;
+  const int packed_index, first_row;  // of the items taken together the one of this group, and its first row there
   float scores[kKeys / 2];
   float out[kColumns / 2];
   std::uint32_t weights[kKeys / 4];
   float largest[2], sum[2];
   std::uint32_t taken = 0;
   Ring<S::kStages> k, v;
-  // The item: key tiles of the block, those of this group [skipped_below, mine), tiles without a mask, strand, first
-  // row.
-  int tiles, mine, skipped_below, unmasked, keys, own_row;
+  Ring<S::kQuerySlots> q;
+  // The item: tiles that this group hands on before and after its own, which are [first_tile, end_tile) of the strand;
+  // those below `unmasked` need no mask.
+  int skipped_before, skipped_after, first_tile, end_tile, unmasked, keys, own_row;
+  bool idle;  // the group has no rows: it computes one tile, for form's sake
   std::uint32_t q_tile;
   int add = 0;  // 0 makes P V start from zero: clearing registers while products run would serialise them
 
-  __device__ __forceinline__ Consumer(const HopperLaunch& launch, Memory<S> shared, Task* task_slots, int group_index)
+  __device__ __forceinline__ Consumer(const HopperLaunch& launch, Memory<S> shared, typename S::Tasks& task_slots,
+                                      int group_index)
       : a(launch),
         memory(shared),
         tasks(task_slots),
         group(group_index),
         thread(threadIdx.x % kGroupThreads),
-        lane(threadIdx.x % kWarpThreads) {}
+        lane(threadIdx.x % kWarpThreads),
+        packed_index(group / (S::kGroups / launch.packed)),
+        first_row(group % (S::kGroups / launch.packed) * kGroupRows) {}
 
   // The token that lets a group start its products, handed round by named barriers 1 .. kGroups.
   __device__ __forceinline__ void await_token() const { sync_threads(1 + group, 2 * kGroupThreads); }
@@ -76,35 +82,44 @@ struct Consumer {
 
   /// The next item, or false. Counts go through a shuffle so that they and all that follows from them stay uniform.
   __device__ __forceinline__ bool fetch() {
-    const std::uint32_t slot = taken % kQuerySlots;
-    wait(memory.query_full(slot), taken / kQuerySlots & 1);
-    const Task& task = tasks[taken % kTaskSlots];
-    tiles = uniform(task.tiles);
+    wait(memory.query_full(q.stage), q.parity);
+    const Task& task = tasks[taken % kTaskSlots][packed_index];
+    const int tiles = uniform(task.tiles);
     if (tiles < 0) return false;
+    const int above = uniform(task.above), below = uniform(task.below);
     keys = uniform(task.keys);
-    const int first = uniform(task.first_query) + group * kGroupRows;
-    mine = tiles;
-    skipped_below = 0;
+    const int first = uniform(task.first_query) + first_row;
     unmasked = keys / kKeys;
-    if (group * kGroupRows >= uniform(task.rows)) skipped_below = tiles - 1;  // no rows: one tile, for form's sake
-    else if (a.base.causal) {
-      mine = min(tiles, (first + kGroupRows + kKeys - 1) / kKeys);
-      unmasked = min((first + 1) / kKeys, unmasked);
+    first_tile = 0;
+    end_tile = tiles;
+    idle = first_row >= uniform(task.rows);
+    if (idle) {
+      first_tile = above + tiles + below - 1;
+      end_tile = first_tile + 1;
+      skipped_before = 0;
+      skipped_after = first_tile;
+    } else {
+      if (a.base.causal) {
+        end_tile = min(tiles, (first + kGroupRows + kKeys - 1) / kKeys);
+        unmasked = min((first + 1) / kKeys, unmasked);
+      }
+      skipped_before = above + tiles - end_tile;
+      skipped_after = below;
     }
     own_row = first + thread / kWarpThreads * 16 + lane / 4;
-    q_tile = memory.queries(slot) + group * S::kGroupBytes;
+    q_tile = memory.queries(q.stage) + group * S::kGroupBytes;
     return true;
   }
 
   /// scores = Q K^T
   __device__ __forceinline__ void multiply_queries() {
-    const std::uint64_t q = operand(q_tile, 16), key = operand(memory.keys(k.stage), 16);
+    const std::uint64_t query = operand(q_tile, 16), key = operand(memory.keys(k.stage), 16);
     pin(scores);
     products_begin();
 #pragma unroll
     for (int step = 0; step < kColumns / 16; ++step) {
       const std::uint32_t block = step / 4, inside = step % 4 * 32;
-      Product<T, kKeys>::scores(scores, q + ((block * S::kQueryBlock + inside) >> 4),
+      Product<T, kKeys>::scores(scores, query + ((block * S::kQueryBlock + inside) >> 4),
                                 key + ((block * S::kKeyBlock + inside) >> 4), step > 0);
     }
     products_commit();
@@ -206,8 +221,8 @@ struct Consumer {
     sum[0] = sum[1] = 0.0f;
     add = 0;
     release_key();
-    if (mine > unmasked) mask(mine - 1);
-    if (mine * kKeys > keys && !skipped_below) clear_values_beyond(keys - (mine - 1) * kKeys);
+    if (end_tile > unmasked) mask(end_tile - 1);
+    if (end_tile * kKeys > keys && !idle) clear_values_beyond(keys - (end_tile - 1) * kKeys);
     float correction[2];
     raise(factor, correction);
     exponentiate(factor);
@@ -347,10 +362,10 @@ struct Consumer {
   /// Rows go out through the group's own Q tile: a whole tile by the copy engine, others row by row.
   __device__ __forceinline__ void write(const Task& task, std::uint32_t tile, float (&factor)[2]) {
     const int warp = thread / kWarpThreads, warp_row = warp * 16, row = warp_row + lane / 4;
-    const int first = group * kGroupRows, rows = task.rows - first;
+    const int rows = task.rows - first_row;
     unsigned finished = (row < rows) | (row + 8 < rows) << 1;
     if constexpr (S::kMerges) {
-      finished = merge(task, first + row, factor);
+      finished = merge(task, first_row + row, factor);
       factor[0] = factor[1] = 1.0f;
     }
 #pragma unroll
@@ -375,7 +390,7 @@ struct Consumer {
         if (!(bits >> (local >> 3) & 1) || chunk * 8 >= a.base.columns) continue;
         const uint4 words =
             load_words(tile + chunk / 8 * S::kQueryBlock + (warp_row + local) * 128 + ((chunk % 8 ^ (local & 7)) << 4));
-        const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(first + warp_row + local) * task.stride;
+        const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(first_row + warp_row + local) * task.stride;
         T* const place = reinterpret_cast<T*>(a.base.out.data) + a.base.out.offset(task.entry, q_row, task.head);
         *reinterpret_cast<uint4*>(place + chunk * 8) = words;
       }
@@ -388,15 +403,15 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < S::kBlocks; ++block)
       store_box(&a.out[task.q_map], tile + block * S::kQueryBlock,
-                {block * kBlockColumns, task.q_index + first, task.q_phase, task.head, task.entry});
+                {block * kBlockColumns, task.q_index + first_row, task.q_phase, task.head, task.entry});
     commit_stores();
   }
 
   /// Ends an item and begins the next: its first Q K^T runs while this one's rows are written.
   __device__ __forceinline__ bool end_and_begin(float factor) {
-    const Task& task = tasks[taken % kTaskSlots];
-    const std::uint32_t slot = taken % kQuerySlots, tile = q_tile;
-    const int unneeded = skipped_below;
+    const Task& task = tasks[taken % kTaskSlots][packed_index];
+    const std::uint32_t slot = q.stage, tile = q_tile;
+    const int unneeded = skipped_after;
     await_value();
     const std::uint32_t last = v.stage;
     multiply_values();
@@ -404,7 +419,7 @@ struct Consumer {
     float correction[2];
     finish_sums(task, correction);
     if constexpr (!S::kMerges) {
-      const int row = group * kGroupRows + thread / kWarpThreads * 16 + lane / 4;
+      const int row = first_row + thread / kWarpThreads * 16 + lane / 4;
       if (row < task.rows) write_lse(task, row, 0);
       if (row + 8 < task.rows) write_lse(task, row + 8, 1);
     }
@@ -414,9 +429,10 @@ struct Consumer {
       skip(unneeded);
     }
     ++taken;
+    q.advance();
     const bool more = fetch();
     if (more) {
-      skip(tiles - mine);
+      skip(skipped_before);
       await_key();
       await_token();
     }
@@ -441,7 +457,7 @@ struct Consumer {
     if (group == S::kGroups - 1) pass_token();
     bool more = fetch();
     if (more) {
-      skip(tiles - mine);
+      skip(skipped_before);
       await_key();
       await_token();
       multiply_queries();
@@ -452,7 +468,7 @@ struct Consumer {
     }
     // No product is in flight where branches meet: the assembler would serialise all of them.
     while (more) {
-      for (int tile = mine - 2; tile >= skipped_below; --tile) next_tile(tile, factor);
+      for (int tile = end_tile - 2; tile >= first_tile; --tile) next_tile(tile, factor);
       more = end_and_begin(factor);
     }
     if (thread == 0) wait_stores();

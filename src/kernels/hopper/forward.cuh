@@ -21,10 +21,10 @@ namespace longspan::hopper {
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant__ HopperLaunch a) {
   extern __shared__ char raw[];
-  __shared__ Task tasks[kTaskSlots];
+  __shared__ typename S::Tasks tasks;
   const Memory<S> memory{(cuda::shared_address(raw) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
-    for (std::uint32_t slot = 0; slot < kQuerySlots; ++slot) {
+    for (std::uint32_t slot = 0; slot < S::kQuerySlots; ++slot) {
       barrier_init(memory.query_full(slot), 1);
       barrier_init(memory.query_free(slot), S::kGroups);
     }

@@ -19,7 +19,8 @@ namespace {
 constexpr int kCompute = 90;  // instructions of sm_90a run on 9.0 and on nothing else, newer or older
 constexpr int kShortStrand = 1024;
 constexpr int kChunk = 32;             // strands whose tiles are interleaved under a causal mask, longest first
-constexpr int kSharedBytes = 231'000;  // most of any shape
+constexpr int kTurns = 2;              // items for each block that are dealt out in turn whatever their length
+constexpr int kSharedBytes = 232'000;  // most of any shape
 constexpr std::int64_t kMost = std::numeric_limits<int>::max();
 
 using Encode = PFN_cuTensorMapEncodeTiled_v12000;
@@ -73,8 +74,10 @@ bool make_maps(HopperLaunch& launch, const ForwardArguments& a, const Choice& ch
   const Problem& problem = a.plan.problem();
   int count = 0, index = 0;
   for (const BranchPlan& branch : a.plan.branches()) {
-    launch.first_map[index++] = count;
     const std::int64_t dilation = dilation_of(branch);
+    launch.first_map[index] = count;
+    launch.longer_queries[index] = static_cast<int>(problem.query_rows % dilation);
+    launch.longer_keys[index++] = static_cast<int>(problem.tokens % dilation);
     for (int kind = 0; kind < maps_of(branch, problem); ++kind, ++count) {
       const auto rows = [&](std::int64_t all) { return all / dilation + (kind == 0 && all % dilation != 0); };
       if (!encode(launch.q[count], a.q, dilation, rows(problem.query_rows), kGroupRows) ||
@@ -87,12 +90,16 @@ bool make_maps(HopperLaunch& launch, const ForwardArguments& a, const Choice& ch
   return true;
 }
 
+/// Whether rows of q are all positions in order.
+bool is_whole(const cuda::Launch& base) {
+  return base.range_count == 1 && base.ranges[0].start == 0 && base.ranges[0].first_row == 0 &&
+         base.ranges[0].count == base.tokens && base.query_rows == base.tokens;
+}
+
 /// Whether uncovered rows are whole phases of every head, so that boxes of zeros fill them.
 bool fills_by_boxes(const ForwardArguments& a, const cuda::Launch& base) {
   const std::int64_t tokens = a.plan.problem().tokens;
-  if (!base.fill || base.merges || base.lengths || base.range_count != 1 || base.ranges[0].start != 0 ||
-      base.ranges[0].first_row != 0 || base.ranges[0].count != tokens || base.query_rows != tokens)
-    return false;
+  if (!base.fill || base.merges || base.lengths || !is_whole(base)) return false;
   if (static_cast<double>(base.batch) * base.heads * static_cast<double>(tokens) > 1e9) return false;
   return std::all_of(a.plan.branches().begin(), a.plan.branches().end(), [&](const BranchPlan& branch) {
     return branch.active(tokens) && branch.dilation <= tokens &&
@@ -100,10 +107,18 @@ bool fills_by_boxes(const ForwardArguments& a, const cuda::Launch& base) {
   });
 }
 
-/// Items of equal length are dealt out in turn; others are taken as blocks become free, which takes a counter.
+int multiprocessors(const Problem& problem) {
+  return cuda::devices()[static_cast<std::size_t>(problem.device.index)].multiprocessors;
+}
+
+/// Items of equal length, or few of them, are dealt out in turn; others are taken as blocks become free, which takes a
+/// counter.
 bool takes_turns(const Plan& plan) {
   const Problem& problem = plan.problem();
-  if (plan.options().causal || problem.has_lengths || plan.merges_branches()) return false;
+  if (plan.merges_branches()) return false;
+  const Choice choice = choose(plan);
+  if (plan.items(choice.groups * kGroupRows) <= kTurns * choice.packed * multiprocessors(problem)) return true;
+  if (plan.options().causal || problem.has_lengths) return false;
   const auto strand = [&](const BranchPlan& b) { return std::min(b.segment, problem.tokens) / dilation_of(b); };
   return std::all_of(plan.branches().begin(), plan.branches().end(),
                      [&](const BranchPlan& branch) { return strand(branch) == strand(plan.branches()[0]); });
@@ -157,23 +172,27 @@ void forward(const ForwardArguments& a) {
   if (!make_maps(launch, a, choice)) return cuda::forward_matrix(a);  // rows that repeat or run backwards in memory
   const bool counts = !takes_turns(a.plan);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
-  const int multiprocessors = cuda::devices()[static_cast<std::size_t>(a.q.device.index)].multiprocessors;
   cuda::for_each_launch(a, {choice.groups * kGroupRows, false}, true, [&](cuda::Launch& base) {
     if (base.items == 0) return;
     launch.base = base;
     launch.items = static_cast<unsigned>(base.items);
     for (int w = base.work_count - 1; w >= 0 && base.work[w].branch < 0; --w)
       launch.items = static_cast<unsigned>(base.work[w].first_item);
+    launch.query_group = base.heads / base.kv_heads;
+    launch.whole = is_whole(base);
     launch.fill_boxes = fills_by_boxes(a, base);
     launch.fill_items = static_cast<unsigned>(base.items) - launch.items;
     for (int w = 0; w < base.work_count && base.causal; ++w) launch.base.work[w].chunk = kChunk;
+    launch.packed = choice.packed;
+    const unsigned taken =
+        (launch.items + static_cast<unsigned>(choice.packed) - 1) / static_cast<unsigned>(choice.packed);
+    choice.blocks =
+        static_cast<int>(std::min<std::int64_t>(multiprocessors(problem), std::max(taken, launch.fill_items)));
     launch.ticket = base.ticket;
     if (counts && !launch.ticket) {
       launch.ticket = reinterpret_cast<unsigned*>(a.workspace + cuda::layout(a.plan, Pass::forward, true).total);
       cuda::check(cudaMemsetAsync(launch.ticket, 0, sizeof(unsigned), stream), "clearing a counter");
     }
-    choice.blocks =
-        static_cast<int>(std::min<std::int64_t>(multiprocessors, std::max(launch.items, launch.fill_items)));
     const auto run = a.q.dtype == DType::bf16 ? forward_bf16 : forward_f16;
     cuda::check(run(launch, choice, stream), "starting the Hopper forward kernel");
   });
@@ -184,8 +203,8 @@ void forward(const ForwardArguments& a) {
 Choice choose(const Plan& plan) {
   const Problem& problem = plan.problem();
   Choice choice;
-  // The strand length that a multiply-add meets on average.
-  double rows = 0, pairs = 0;
+  // The strand length that a multiply-add meets on average, and the longest.
+  double rows = 0, pairs = 0, longest = 1;
   for (const BranchPlan& branch : plan.branches()) {
     if (!branch.active(problem.tokens)) continue;
     const double strand =
@@ -193,6 +212,7 @@ Choice choose(const Plan& plan) {
     const double weight = static_cast<double>(branch.head_count) * strand / static_cast<double>(branch.dilation);
     rows += weight * strand;
     pairs += weight;
+    longest = std::max(longest, strand);
   }
   choice.strand = pairs > 0 ? static_cast<int>(std::min(rows / pairs, 2e9)) : 0;
   choice.columns = problem.head_dim <= 48 ? 48 : problem.head_dim <= 64 ? 64 : problem.head_dim <= 96 ? 96 : 128;
@@ -200,12 +220,17 @@ Choice choose(const Plan& plan) {
   choice.groups = few ? 4 : 3;
   choice.keys = few ? 64 : narrow ? 128 : 80;
   choice.stages = few ? 6 : narrow ? 4 : 3;
+  // Branches that merge wait for one another, which strands of one block must not.
+  if (!plan.merges_branches() && longest * 2 <= choice.groups * kGroupRows)
+    choice.packed = choice.groups / static_cast<int>(std::ceil(longest / kGroupRows));
   return choice;
 }
 
 std::string to_string(const Choice& choice) {
-  return fmt::format("{} x {} tiles for strands of about {} rows, head dim as {}, {} stages",
-                     choice.groups * kGroupRows, choice.keys, choice.strand, choice.columns, choice.stages);
+  return fmt::format("{} x {} tiles for strands of about {} rows{}, head dim as {}, {} stages",
+                     choice.groups * kGroupRows, choice.keys, choice.strand,
+                     choice.packed > 1 ? fmt::format(", {} to a tile", choice.packed) : "", choice.columns,
+                     choice.stages);
 }
 
 const Kernel kForward = {"hopper-wgmma", can_run, workspace_bytes, forward, [](const BackwardArguments&) {

@@ -19,25 +19,29 @@ struct alignas(128) HopperLaunch {
   CUtensorMap q[kMaxMaps], k[kMaxMaps], v[kMaxMaps], out[kMaxMaps];
   cuda::Launch base;
   int first_map[cuda::kMaxBranches];
+  int longer_queries[cuda::kMaxBranches], longer_keys[cuda::kMaxBranches];  // rows of q and of k, modulo the dilation
   unsigned* ticket;     // next item; null: items are dealt out in turn
-  unsigned items;       // without those that fill
+  unsigned items;       // of the work table, without those that fill
   unsigned fill_items;  // by rows, where boxes of zeros do not fit the pattern
+  int packed;           // items that a block takes at a time: more than one where strands are short
+  int query_group;      // heads that share a head of k and v
+  bool whole;           // rows of q are all positions in order
   bool fill_boxes;      // uncovered rows are whole phases
 
   /// Counts warp groups that are done with items of a branch, where branches wait for one another.
   LONGSPAN_DEVICE unsigned* finished(int branch, int range, int entry, int head) const {
     return base.finished + ((range * base.branch_count + branch) * base.batch + entry) * base.heads + head;
   }
-  /// The map of a branch for rows of one phase, of `rows` in all.
-  LONGSPAN_DEVICE int map(int branch, int phase, int rows) const {
-    const int longer = rows % base.branches[branch].dilation;
+  /// The map of a branch for rows of one phase; phases from `longer` on are one row shorter than those before it.
+  LONGSPAN_DEVICE int map(int branch, int phase, int longer) const {
     return first_map[branch] + (longer > 0 && phase >= longer);
   }
 };
 
 /// An item as the warp groups of a block hand it on, in shared memory.
 struct Task {
-  int tiles;  // of keys; -1: there are no more items
+  int tiles;         // of keys; -1: there are no more items
+  int above, below;  // tiles that are loaded before and after them, for items taken together with this one
   int keys, first_query, rows;
   int q_map, q_index, q_phase, k_map, k_index, k_phase;
   int head, kv_head, entry, q_row, stride;

@@ -13,34 +13,43 @@ struct Producer {
   using T = typename S::Element;
   const HopperLaunch& a;
   const Memory<S> memory;
-  Task* const tasks;
+  typename S::Tasks& tasks;
 
-  __device__ __forceinline__ unsigned first_item() const {
-    // Branches that wait for others need items in the order in which blocks come to run.
-    return S::kMerges ? atomicAdd(a.ticket, 1u) : blockIdx.x;
+  /// One off the counter for the whole warp.
+  __device__ __forceinline__ unsigned take(int lane) const {
+    unsigned item = 0;
+    if (lane == 0) item = atomicAdd(a.ticket, 1u);
+    return __shfl_sync(~0u, item, 0);
   }
-  __device__ __forceinline__ unsigned next_item(unsigned item) const {
+  __device__ __forceinline__ unsigned first_item(int lane) const {
+    // Branches that wait for others need items in the order in which blocks come to run.
+    return S::kMerges ? take(lane) : blockIdx.x;
+  }
+  __device__ __forceinline__ unsigned next_item(unsigned item, int lane) const {
     if (!a.ticket) {
       // In turn, but each round a few places on: a strand's last tile is the shortest, and where the number of tiles
-      // divides that of blocks one block would get all of them.
-      const unsigned round = item / gridDim.x;
-      return (round + 1) * gridDim.x + (item - round * gridDim.x + kRotation) % gridDim.x;
+      // divides that of blocks one block would get all of them. Items that get shorter go there and back instead.
+      const unsigned round = item / gridDim.x, place = item - round * gridDim.x;
+      return (round + 1) * gridDim.x + (a.base.causal ? gridDim.x - 1 - place : (place + kRotation) % gridDim.x);
     }
-    return atomicAdd(a.ticket, 1u) + (S::kMerges ? 0 : gridDim.x);
+    return take(lane) + (S::kMerges ? 0 : gridDim.x);
   }
 
-  /// Fills in the task of an item; false if the item has no rows (strands differ in length, items are counted for the
-  /// longest).
-  __device__ __forceinline__ bool describe(unsigned flat, Task& task) const {
+  /// Fills in the task of an item; an empty one if it has no rows (strands differ in length, items are counted for the
+  /// longest). One thread does this, a few instructions after the other: divisions are what it spends its time on.
+  __device__ __forceinline__ void describe(unsigned flat, Task& task) const {
+    task = {};
+    if (flat >= a.items) return;
     const cuda::Item item = a.base.decode(flat);
     const cuda::DeviceBranch& branch = a.base.branches[item.branch];
     const int length = a.base.length(item.entry);
     const cuda::StrandRows strand = branch.strand(item.head, item.segment, length);
-    const cuda::StrandQueries queries = cuda::queries_of(strand, a.base.ranges[item.range]);
+    const cuda::StrandQueries queries = a.whole ? cuda::StrandQueries{0, strand.count, strand.start}
+                                                : cuda::queries_of(strand, a.base.ranges[item.range]);
     const int before = item.tile * S::kRows, rows = min(S::kRows, queries.count - before);
     if (rows <= 0) {
       if constexpr (S::kMerges) atomicAdd(a.finished(item.branch, item.range, item.entry, item.head), S::kGroups);
-      return false;
+      return;
     }
     const int first = queries.begin + before, q_row = static_cast<int>(queries.q_row) + before * strand.stride;
     const int last_key = a.base.causal ? min(strand.count, first + rows) : strand.count;
@@ -48,14 +57,14 @@ struct Producer {
     task.keys = strand.count;
     task.first_query = first;
     task.rows = rows;
-    task.q_index = q_row / strand.stride;
-    task.q_phase = q_row - task.q_index * strand.stride;
-    task.q_map = a.map(item.branch, task.q_phase, static_cast<int>(a.base.query_rows));
     task.k_index = strand.start / strand.stride;
     task.k_phase = strand.start - task.k_index * strand.stride;
-    task.k_map = a.map(item.branch, task.k_phase, a.base.tokens);
+    task.k_map = a.map(item.branch, task.k_phase, a.longer_keys[item.branch]);
+    task.q_index = a.whole ? task.k_index + before : q_row / strand.stride;
+    task.q_phase = q_row - task.q_index * strand.stride;
+    task.q_map = a.map(item.branch, task.q_phase, a.longer_queries[item.branch]);
     task.head = item.head;
-    task.kv_head = item.head / (a.base.heads / a.base.kv_heads);
+    task.kv_head = a.query_group == 1 ? item.head : item.head / a.query_group;
     task.entry = item.entry;
     task.q_row = q_row;
     task.stride = strand.stride;
@@ -64,62 +73,119 @@ struct Producer {
     task.length = length;
     task.position = strand.start + first * strand.stride;
     task.padding = branch.padding(strand, length, a.base.causal);
-    return true;
   }
-  __device__ __forceinline__ void find(unsigned& item, Task& task) const {
-    while (item < a.items && !describe(item, task)) item = next_item(item);
-    if (item >= a.items) task.tiles = -1;
+  /// Looks for work from `item` on: one item of the table, or several whose strands are short, by a thread each.
+  __device__ __forceinline__ void find(unsigned& item, Task (&task)[S::kGroups], int lane) const {
+    for (;; item = next_item(item, lane)) {
+      const bool none = item * a.packed >= a.items;
+      int tiles = 0, below = 0, total = 0;
+      if (lane < a.packed) {
+        describe(item * a.packed + lane, task[lane]);
+        tiles = task[lane].tiles;
+      }
+      for (int i = 0; i < a.packed; ++i) {
+        const int others = __shfl_sync(~0u, tiles, i);
+        if (i < lane) below += others;
+        total += others;
+      }
+      if (lane < a.packed) {
+        task[lane].below = below;
+        task[lane].above = total - below - tiles;
+        if (none) task[lane].tiles = -1;
+      }
+      __syncwarp();
+      if (none || total > 0) return;
+    }
   }
 
-  __device__ __forceinline__ void load() const {
+  /// A place in the stream of tiles: from the last item's last to the first item's first.
+  struct Cursor {
+    const Task* task;
+    int left, tile;
+    __device__ __forceinline__ Cursor(const Task* first, int packed) : task(first + packed), left(packed), tile(0) {
+      advance();
+    }
+    __device__ __forceinline__ void advance() {
+      --tile;
+      while (tile < 0 && left > 0) {
+        --left;
+        --task;
+        tile = task->tiles - 1;
+      }
+    }
+  };
+  __device__ __forceinline__ void load_tile(const CUtensorMap* maps, std::uint32_t target, std::uint32_t full,
+                                            const Cursor& at) const {
+    const Task& task = *at.task;
+    arrive_and_expect(full, S::kKeyBytes);
+#pragma unroll
+    for (int block = 0; block < S::kBlocks; ++block)
+      load_box(target + block * S::kKeyBlock, maps + task.k_map, full,
+               {block * kBlockColumns, task.k_index + at.tile * S::kKeys, task.k_phase, task.kv_head, task.entry});
+  }
+
+  /// The whole warp looks for work, its first thread loads.
+  __device__ __forceinline__ void load(int lane) const {
     Ring<S::kStages> k{0, 1}, v{0, 1};
-    unsigned item = first_item();
-    find(item, tasks[0]);
+    Ring<S::kQuerySlots> q{0, 1};
+    const int groups_each = S::kGroups / a.packed;
+    unsigned item = first_item(lane);
+    find(item, tasks[0], lane);
     for (std::uint32_t taken = 0;; ++taken) {
-      const Task& task = tasks[taken % kTaskSlots];
-      const std::uint32_t slot = taken % kQuerySlots;
-      const int tiles = task.tiles;
-      wait(memory.query_free(slot), (taken / kQuerySlots & 1) ^ 1);
-      if (tiles < 0) {
-        arrive(memory.query_full(slot));
-        return;
+      const Task* const task = tasks[taken % kTaskSlots];
+      const int tiles = task[0].tiles < 0 ? -1 : task[0].above + task[0].tiles;
+      const std::uint32_t full = memory.query_full(q.stage);
+      if (lane == 0) {
+        wait(memory.query_free(q.stage), q.parity);
+        if (tiles < 0) arrive(full);
+        else arrive_and_expect(full, S::kQueryBytes);
       }
-      arrive_and_expect(memory.query_full(slot), S::kQueryBytes);
-#pragma unroll
-      for (int box = 0; box < S::kGroups * S::kBlocks; ++box) {
-        const int group = box / S::kBlocks, column = box % S::kBlocks * kBlockColumns;
-        load_box(memory.queries(slot) + box * S::kQueryBlock, &a.q[task.q_map], memory.query_full(slot),
-                 {column, task.q_index + group * kGroupRows, task.q_phase, task.head, task.entry});
-      }
-      const Place place{0, task.k_index, task.k_phase, task.kv_head, task.entry};
-      const CUtensorMap *const key_map = &a.k[task.k_map], *const value_map = &a.v[task.k_map];
-      const auto load_tile = [&](const CUtensorMap* map, std::uint32_t target, std::uint32_t full, int tile) {
-        arrive_and_expect(full, S::kKeyBytes);
-#pragma unroll
-        for (int block = 0; block < S::kBlocks; ++block)
-          load_box(target + block * S::kKeyBlock, map, full,
-                   {block * kBlockColumns, place.index + tile * S::kKeys, place.phase, place.head, place.entry});
-      };
-      // Consumers multiply by K of a tile before V of the tile above it. The next item is looked up once they have
-      // work.
-      const int look_up = max(tiles - S::kStages, -1);
+      if (tiles < 0) return;
+      Cursor key(task, a.packed), value(task, a.packed);
+      // Tiles with `left` to come, from a number down to another. Consumers multiply by K of a tile before V of the
+      // tile above it.
+      const auto stream = [&](int from, int to) {
 #pragma unroll 1
-      for (int tile = tiles - 1; tile >= -1; --tile) {
-        if (tile >= 0) {
-          wait(memory.key_free(k.stage), k.parity);
-          load_tile(key_map, memory.keys(k.stage), memory.key_full(k.stage), tile);
-          k.advance();
+        for (int left = from; left >= to; --left) {
+          if (left > 0) {
+            wait(memory.key_free(k.stage), k.parity);
+            load_tile(a.k, memory.keys(k.stage), memory.key_full(k.stage), key);
+            k.advance();
+            key.advance();
+          }
+          if (left < tiles) {
+            wait(memory.value_free(v.stage), v.parity);
+            load_tile(a.v, memory.values(v.stage), memory.value_full(v.stage), value);
+            v.advance();
+            value.advance();
+          }
         }
-        if (tile < tiles - 1) {
-          wait(memory.value_free(v.stage), v.parity);
-          load_tile(value_map, memory.values(v.stage), memory.value_full(v.stage), tile + 1);
-          v.advance();
+      };
+      const int look_up = max(tiles - S::kStages + 1, 0);
+      if (lane == 0) {
+        const Task* own = task;
+        int row = 0;
+        std::uint32_t target = memory.queries(q.stage);
+#pragma unroll 1
+        for (int group = 0; group < S::kGroups; ++group, row += kGroupRows) {
+          if (row == groups_each * kGroupRows) {
+            row = 0;
+            ++own;
+          }
+#pragma unroll
+          for (int block = 0; block < S::kBlocks; ++block, target += S::kQueryBlock)
+            load_box(target, &a.q[own->q_map], full,
+                     {block * kBlockColumns, own->q_index + row, own->q_phase, own->head, own->entry});
         }
-        if (tile == look_up) {
-          item = next_item(item);
-          find(item, tasks[(taken + 1) % kTaskSlots]);
-        }
+        stream(tiles, look_up);
       }
+      __syncwarp();
+      // The next item is looked up once consumers have work.
+      item = next_item(item, lane);
+      find(item, tasks[(taken + 1) % kTaskSlots], lane);
+      if (lane == 0) stream(look_up - 1, 0);
+      __syncwarp();
+      q.advance();
     }
   }
 
@@ -138,7 +204,7 @@ struct Producer {
         const unsigned by_phase = i / per_row, by_box = by_phase / others, entry = by_box / boxes;
         const int column = i - by_phase * per_row, head = branch.head_begin + column / S::kBlocks;
         const int other = by_phase - by_box * others, phase = other + (other >= branch.phase(head));
-        store_box_once(&a.out[a.map(b, phase, rows)], memory.zeros(),
+        store_box_once(&a.out[a.map(b, phase, a.longer_queries[b])], memory.zeros(),
                        {column % S::kBlocks * kBlockColumns, static_cast<int>(by_box - entry * boxes) * kGroupRows,
                         phase, head, static_cast<int>(entry)});
         commit_stores();
@@ -178,7 +244,7 @@ struct Producer {
   __device__ __forceinline__ void run() const {
     const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
     if (warp == 0) {
-      if (lane == 0) load();
+      load(lane);
     } else if (a.fill_boxes) {
       if (warp > 1) fill_lse((warp - 2) * gridDim.x + blockIdx.x, 2 * gridDim.x, lane);
       else if (lane == 0) fill_boxes();

@@ -10,7 +10,7 @@ namespace longspan::hopper {
 using cuda::kWarpThreads;
 
 inline constexpr int kGroupThreads = 128;
-inline constexpr int kQuerySlots = 2, kTaskSlots = 4;
+inline constexpr int kTaskSlots = 4;
 
 /// kMerges: several branches may share rows, which are then handed from one to the next.
 template <class T, bool kMergesValue, int kColumnsValue, int kGroupsValue, int kKeysValue, int kStagesValue>
@@ -19,6 +19,7 @@ struct Shape {
   static constexpr bool kMerges = kMergesValue;
   static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
   static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kGroups + 1);
+  static constexpr int kQuerySlots = kGroups == 4 ? 3 : 2;  // short strands need Q early
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
   // Blocks of 64 columns: rows of 128 bytes, one block after the other.
   static constexpr std::uint32_t kQueryBlock = kGroupRows * 128, kGroupBytes = kQueryBlock * kBlocks;
@@ -29,28 +30,31 @@ struct Shape {
   static_assert(kGroups * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * (kGroups + 1));
   // A group hands on stages it does not need while it holds one of V: those must not fill the ring.
   static_assert((kGroups - 1) * kGroupRows / kKeys + 1 < kStages);
+  using Tasks = Task[kTaskSlots][kGroups];
 };
 
 /// Addresses in shared memory.
 template <class S>
 struct Memory {
   static constexpr std::uint32_t kZeros = kGroupRows * 128;
-  static constexpr std::uint32_t kBarriers = 8 * (2 * kQuerySlots + 4 * S::kStages);
+  static constexpr std::uint32_t kBarriers = 8 * (2 * S::kQuerySlots + 4 * S::kStages);
   static constexpr int kBytes =
-      static_cast<int>(1024 + kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kBarriers);
+      static_cast<int>(1024 + S::kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kBarriers);
   std::uint32_t base;
 
   __device__ __forceinline__ std::uint32_t queries(std::uint32_t slot) const { return base + slot * S::kQueryBytes; }
   __device__ __forceinline__ std::uint32_t keys(std::uint32_t stage) const {
-    return base + kQuerySlots * S::kQueryBytes + stage * S::kKeyBytes;
+    return base + S::kQuerySlots * S::kQueryBytes + stage * S::kKeyBytes;
   }
   __device__ __forceinline__ std::uint32_t values(std::uint32_t stage) const { return keys(S::kStages + stage); }
   __device__ __forceinline__ std::uint32_t zeros() const { return keys(2 * S::kStages); }
   __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const { return zeros() + kZeros + 8 * index; }
   __device__ __forceinline__ std::uint32_t query_full(std::uint32_t slot) const { return barrier(slot); }
-  __device__ __forceinline__ std::uint32_t query_free(std::uint32_t slot) const { return barrier(kQuerySlots + slot); }
+  __device__ __forceinline__ std::uint32_t query_free(std::uint32_t slot) const {
+    return barrier(S::kQuerySlots + slot);
+  }
   __device__ __forceinline__ std::uint32_t ring(std::uint32_t which, std::uint32_t stage) const {
-    return barrier(2 * kQuerySlots + which * S::kStages + stage);
+    return barrier(2 * S::kQuerySlots + which * S::kStages + stage);
   }
   __device__ __forceinline__ std::uint32_t key_full(std::uint32_t stage) const { return ring(0, stage); }
   __device__ __forceinline__ std::uint32_t key_free(std::uint32_t stage) const { return ring(1, stage); }

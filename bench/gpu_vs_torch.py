@@ -183,22 +183,21 @@ def steps(attend: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Call
     }
 
 
-def best_peer(row: Row, inputs: list[Tensor], quick: bool) -> tuple[str, Callable[..., Tensor], dict[str, object]]:
-    """The composition with the least time for forward and backward together, and what each took (or why it did not)."""
-    taken: dict[str, object] = {}
-    candidates = peers(row, quick)
-    for name, attend in candidates.items():
+def time_peers(row: Row, inputs: list[Tensor], quick: bool) -> tuple[dict[str, Callable[..., Tensor]], dict]:
+    """The compositions that run, and the milliseconds of each for each step (or why there are none)."""
+    able, taken = {}, {}
+    for name, attend in peers(row, quick).items():
         try:
-            body = steps(attend, inputs)["forward_backward"]
-            timed(body, 2)
-            taken[name] = min(timed(body, 2) for _ in range(2))
+            taken[name] = {}
+            for step, body in steps(attend, inputs).items():
+                timed(body, 2)
+                taken[name][step] = min(timed(body, 2) for _ in range(3))
+            able[name] = attend
         except RuntimeError as error:
             taken[name] = str(error).splitlines()[0]
-    able = {name: ms for name, ms in taken.items() if isinstance(ms, float)}
     if not able:
         raise RuntimeError(f"no peer runs {row.name}: {taken}")
-    name = min(able, key=able.__getitem__)
-    return name, candidates[name], taken
+    return able, taken
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -256,17 +255,18 @@ def measure_row(row: Row, quick: bool, kernel: str) -> dict[str, object]:
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return lt.attention(query, key, value, pattern, causal=row.causal, kernel=kernel)
 
-    peer_name, peer, candidates = best_peer(row, inputs, quick)
-    attends = {"longspan": ours, "peer": peer}
+    able, candidates = time_peers(row, inputs, quick)
+    best = {step: min(able, key=lambda name: candidates[name][step]) for step in ("forward", "forward_backward")}
     result: dict[str, object] = {
         **{name: value for name, value in dataclasses.asdict(row).items() if name != "dtype"},
         "dtype": str(row.dtype).removeprefix("torch."),
         "kernels": {step: row.plan(kernel).kernel(step) for step in ("forward", "backward")},
-        "peer": peer_name,
-        "peer_candidates_forward_backward_ms": candidates,
+        "peers": best,
+        "peer_candidates_ms": candidates,
     }
     totals = row.plan().totals
-    for step in ("forward", "forward_backward"):
+    for step, peer_name in best.items():
+        attends = {"longspan": ours, "peer": able[peer_name]}
         times = take_turns({name: steps(attend, inputs)[step] for name, attend in attends.items()}, quick)
         flops = totals["forward_flops"] + (totals["backward_flops"] if step == "forward_backward" else 0)
         for kind in ("burst", "sustained"):
@@ -358,7 +358,7 @@ def headline(result: dict) -> str:
         f" {forward['burst_times_faster']:5.2f} {forward['sustained_times_faster']:5.2f}"
         f"  {both['longspan']['burst_ms']:8.3f} {result['backward_burst_tflops']:5.0f}"
         f" {both['peer']['burst_ms']:8.3f} {both['burst_times_faster']:5.2f} {both['sustained_times_faster']:5.2f}"
-        f"  {worst:5.2f}  {result['kernels']['forward']}, {result['peer']}"
+        f"  {worst:5.2f}  {result['kernels']['forward']}, {result['peers']['forward']}"
     )
 
 

@@ -69,6 +69,7 @@ def bench_module(tokens: int, repeats: int, dtype: torch.dtype, causal: bool, de
             "torch_forward_backward": lambda: both(peer),
         },
         repeats,
+        device,
     )
     ratios = {
         f"{who}{step}": seconds[f"torch_{step}"]["median"] / seconds[f"{who}{step}"]["median"]
@@ -109,6 +110,7 @@ def bench_encoder(tiles: int, repeats: int, layers: int, dtype: torch.dtype, dev
         seconds = alternate(
             {"encoder": lambda: ours(features, coordinates), "torch_encoder": lambda: theirs(features, coordinates)},
             repeats,
+            device,
         )
     return {
         "what": "SlideEncoder",

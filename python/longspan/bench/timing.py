@@ -16,20 +16,36 @@ import torch
 import longspan
 
 
-def alternate(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
-    """Seconds of each function: median and best of `repeats`. They take turns, so that a busy machine slows all alike;
-    the pause lets torch's threads, which spin after a call, go to sleep. Work of a GPU is waited for."""
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for function in functions.values():
+def gpu_seconds(function: Callable[[], object], calls: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
         function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls / 1000
+
+
+def alternate(
+    functions: dict[str, Callable[[], object]], repeats: int, device: str = "cpu"
+) -> dict[str, dict[str, float]]:
+    """Seconds of each function: median and best of `repeats`. They take turns, so that a busy machine slows all alike;
+    the pause lets torch's threads, which spin after a call, go to sleep. On a GPU a sample is the device's own time of
+    one call among many back to back."""
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    calls = {name: 1 for name in functions}
+    for name, function in functions.items():
+        function()
+        if device != "cpu":
+            calls[name] = max(1, min(100, int(0.05 / gpu_seconds(function, 3))))
     for _ in range(repeats):
         for name, function in functions.items():
-            wait()
+            if device != "cpu":
+                samples[name].append(gpu_seconds(function, calls[name]))
+                continue
             time.sleep(0.03)
             start = time.perf_counter()
             function()
-            wait()
             samples[name].append(time.perf_counter() - start)
     return {name: {"median": statistics.median(taken), "best": min(taken)} for name, taken in samples.items()}
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GATE = 0.9
+PAUSE = 0.03  # seconds; between bursts and samples too, since the bursts are torch's and its threads spin after them
 SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "67108864"}
 
 
@@ -76,12 +77,12 @@ def alternate(functions: dict, repeats: int, burst: Burst, limit: float) -> tupl
     began = time.perf_counter()
     while min(map(len, clean.values())) < repeats and time.perf_counter() - began < limit:
         for name, function in functions.items():
-            time.sleep(0.03)
             before = burst.measure()
+            time.sleep(PAUSE)
             start = time.perf_counter()
             function()
             taken = time.perf_counter() - start
-            time.sleep(0.03)
+            time.sleep(PAUSE)
             every[name].append(taken)
             if min(before, burst.measure()) >= GATE * burst.best:
                 clean[name].append(taken)

@@ -268,7 +268,7 @@ struct Consumer {
     if (!a.base.lse || lane % 4 != 0) return;
     const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(row) * task.stride;
     a.base.lse[a.base.lse_offset(task.entry, q_row, task.head)] =
-        sum[half] == 0.0f ? -LONGSPAN_INFINITY : fmaf(finite(largest[half]), kLn2, logf(sum[half]));
+        sum[half] == 0.0f ? -LONGSPAN_INFINITY : (finite(largest[half]) + __log2f(sum[half])) * kLn2;
   }
 
   /// Whether earlier (1) and later (2) branches cover a position. The four threads of a row look at a quarter of them
@@ -369,7 +369,8 @@ struct Consumer {
       factor[0] = factor[1] = 1.0f;
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) factor[half] *= sum[half] == 0.0f ? 0.0f : a.base.output_scale / sum[half];
+    for (int half = 0; half < 2; ++half)
+      factor[half] *= sum[half] == 0.0f ? 0.0f : __fdividef(a.base.output_scale, sum[half]);
     const std::uint32_t target = tile + row * 128 + lane % 4 * 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
@@ -392,7 +393,7 @@ struct Consumer {
             load_words(tile + chunk / 8 * S::kQueryBlock + (warp_row + local) * 128 + ((chunk % 8 ^ (local & 7)) << 4));
         const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(first_row + warp_row + local) * task.stride;
         T* const place = reinterpret_cast<T*>(a.base.out.data) + a.base.out.offset(task.entry, q_row, task.head);
-        *reinterpret_cast<uint4*>(place + chunk * 8) = words;
+        store_global(place + chunk * 8, words);
       }
       if constexpr (S::kMerges) __threadfence();
     }
@@ -448,6 +449,7 @@ struct Consumer {
     if (thread == 0) {  // late, so that nobody waits for the copy engine
       wait_stores_read<0>();
       arrive(memory.query_free(slot));
+      arrive(memory.task_free((taken - 1) % kTaskSlots));
     }
     return more;
   }

@@ -1,14 +1,12 @@
 // Forward on Hopper: one block for each multiprocessor, which takes items (a tile of query rows of one strand) until
 // none is left.
-//   producer   a warp group with few registers: one thread takes items and lets the copy engine load Q, K and V; its
-//   other
-//              warps write zeros to rows that no branch covers
+//   producer   a warp group with few registers: one warp looks up items, one thread lets the copy engine load Q, K, V,
+//              two warps write zeros to rows that no branch covers
 //   consumers  kGroups warp groups of 64 query rows each. S = Q K^T reads both from shared memory, P stays in registers
 //              as the A operand of P V; Q K^T of a tile runs together with P V of the tile before, and the first Q K^T
 //              of the next item under this one's end. A token lets one group at a time start its products.
 //   keys       tiles from the last to the first, so that only the first tiles need masks; the grid of tiles begins at
-//   the
-//              strand's start and each row decides alone when to rescale: a row's bits are its own
+//              the strand's start and each row decides alone when to rescale: a row's bits are its own
 #pragma once
 
 #include "kernels/cuda/start.cuh"
@@ -27,6 +25,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
     for (std::uint32_t slot = 0; slot < S::kQuerySlots; ++slot) {
       barrier_init(memory.query_full(slot), 1);
       barrier_init(memory.query_free(slot), S::kGroups);
+    }
+    for (std::uint32_t slot = 0; slot < kTaskSlots; ++slot) {
+      barrier_init(memory.task_full(slot), 1);
+      barrier_init(memory.task_free(slot), S::kGroups);
     }
     // Stages are given back warp by warp: nothing is assumed about warps of a group ending together.
     for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {

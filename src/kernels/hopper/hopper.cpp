@@ -193,6 +193,8 @@ void forward(const ForwardArguments& a) {
       launch.ticket = reinterpret_cast<unsigned*>(a.workspace + cuda::layout(a.plan, Pass::forward, true).total);
       cuda::check(cudaMemsetAsync(launch.ticket, 0, sizeof(unsigned), stream), "clearing a counter");
     }
+    // Off a counter items are better taken late, but strands of few tiles leave little time to look them up.
+    launch.ahead = !launch.ticket ? 4 : choice.groups == 4 ? 3 : 2;
     const auto run = a.q.dtype == DType::bf16 ? forward_bf16 : forward_f16;
     cuda::check(run(launch, choice, stream), "starting the Hopper forward kernel");
   });

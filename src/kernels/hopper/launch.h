@@ -24,6 +24,7 @@ struct alignas(128) HopperLaunch {
   unsigned items;       // of the work table, without those that fill
   unsigned fill_items;  // by rows, where boxes of zeros do not fit the pattern
   int packed;           // items that a block takes at a time: more than one where strands are short
+  int ahead;            // items that a block looks up before their turn
   int query_group;      // heads that share a head of k and v
   bool whole;           // rows of q are all positions in order
   bool fill_boxes;      // uncovered rows are whole phases

@@ -98,6 +98,18 @@ struct Producer {
     }
   }
 
+  /// Keeps tasks ready for the loads and for the consumers.
+  __device__ __forceinline__ void schedule(int lane) const {
+    unsigned item = first_item(lane);
+    for (std::uint32_t count = 0;; ++count, item = next_item(item, lane)) {
+      const std::uint32_t slot = count % kTaskSlots, ahead = static_cast<std::uint32_t>(a.ahead);
+      if (count >= ahead) wait(memory.task_free((count - ahead) % kTaskSlots), (count - ahead) / kTaskSlots & 1);
+      find(item, tasks[slot], lane);
+      if (lane == 0) arrive(memory.task_full(slot));
+      if (tasks[slot][0].tiles < 0) return;
+    }
+  }
+
   /// A place in the stream of tiles: from the last item's last to the first item's first.
   struct Cursor {
     const Task* task;
@@ -124,68 +136,52 @@ struct Producer {
                {block * kBlockColumns, task.k_index + at.tile * S::kKeys, task.k_phase, task.kv_head, task.entry});
   }
 
-  /// The whole warp looks for work, its first thread loads.
-  __device__ __forceinline__ void load(int lane) const {
+  __device__ __forceinline__ void load() const {
     Ring<S::kStages> k{0, 1}, v{0, 1};
     Ring<S::kQuerySlots> q{0, 1};
-    const int groups_each = S::kGroups / a.packed;
-    unsigned item = first_item(lane);
-    find(item, tasks[0], lane);
-    for (std::uint32_t taken = 0;; ++taken) {
-      const Task* const task = tasks[taken % kTaskSlots];
+    Ring<kTaskSlots> ready;
+    const int rows_each = S::kRows / a.packed;
+    for (;; q.advance(), ready.advance()) {
+      wait(memory.task_full(ready.stage), ready.parity);
+      const Task* const task = tasks[ready.stage];
       const int tiles = task[0].tiles < 0 ? -1 : task[0].above + task[0].tiles;
       const std::uint32_t full = memory.query_full(q.stage);
-      if (lane == 0) {
-        wait(memory.query_free(q.stage), q.parity);
-        if (tiles < 0) arrive(full);
-        else arrive_and_expect(full, S::kQueryBytes);
+      wait(memory.query_free(q.stage), q.parity);
+      if (tiles < 0) {
+        arrive(full);
+        return;
       }
-      if (tiles < 0) return;
-      Cursor key(task, a.packed), value(task, a.packed);
-      // Tiles with `left` to come, from a number down to another. Consumers multiply by K of a tile before V of the
-      // tile above it.
-      const auto stream = [&](int from, int to) {
+      arrive_and_expect(full, S::kQueryBytes);
+      const Task* own = task;
+      std::uint32_t target = memory.queries(q.stage);
 #pragma unroll 1
-        for (int left = from; left >= to; --left) {
-          if (left > 0) {
-            wait(memory.key_free(k.stage), k.parity);
-            load_tile(a.k, memory.keys(k.stage), memory.key_full(k.stage), key);
-            k.advance();
-            key.advance();
-          }
-          if (left < tiles) {
-            wait(memory.value_free(v.stage), v.parity);
-            load_tile(a.v, memory.values(v.stage), memory.value_full(v.stage), value);
-            v.advance();
-            value.advance();
-          }
+      for (int group = 0, row = 0; group < S::kGroups; ++group, row += kGroupRows) {
+        if (row == rows_each) {
+          row = 0;
+          ++own;
         }
-      };
-      const int look_up = max(tiles - S::kStages + 1, 0);
-      if (lane == 0) {
-        const Task* own = task;
-        int row = 0;
-        std::uint32_t target = memory.queries(q.stage);
-#pragma unroll 1
-        for (int group = 0; group < S::kGroups; ++group, row += kGroupRows) {
-          if (row == groups_each * kGroupRows) {
-            row = 0;
-            ++own;
-          }
 #pragma unroll
-          for (int block = 0; block < S::kBlocks; ++block, target += S::kQueryBlock)
-            load_box(target, &a.q[own->q_map], full,
-                     {block * kBlockColumns, own->q_index + row, own->q_phase, own->head, own->entry});
-        }
-        stream(tiles, look_up);
+        for (int block = 0; block < S::kBlocks; ++block, target += S::kQueryBlock)
+          load_box(target, &a.q[own->q_map], full,
+                   {block * kBlockColumns, own->q_index + row, own->q_phase, own->head, own->entry});
       }
-      __syncwarp();
-      // The next item is looked up once consumers have work.
-      item = next_item(item, lane);
-      find(item, tasks[(taken + 1) % kTaskSlots], lane);
-      if (lane == 0) stream(look_up - 1, 0);
-      __syncwarp();
-      q.advance();
+      // Consumers multiply by K of a tile before V of the tile above it.
+      Cursor key(task, a.packed), value(task, a.packed);
+#pragma unroll 1
+      for (int left = tiles; left >= 0; --left) {
+        if (left > 0) {
+          wait(memory.key_free(k.stage), k.parity);
+          load_tile(a.k, memory.keys(k.stage), memory.key_full(k.stage), key);
+          k.advance();
+          key.advance();
+        }
+        if (left < tiles) {
+          wait(memory.value_free(v.stage), v.parity);
+          load_tile(a.v, memory.values(v.stage), memory.value_full(v.stage), value);
+          v.advance();
+          value.advance();
+        }
+      }
     }
   }
 
@@ -242,15 +238,18 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() const {
+    constexpr unsigned kFillWarps = 2;
     const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
     if (warp == 0) {
-      load(lane);
+      if (lane == 0) load();
+    } else if (warp == 1) {
+      schedule(lane);
     } else if (a.fill_boxes) {
-      if (warp > 1) fill_lse((warp - 2) * gridDim.x + blockIdx.x, 2 * gridDim.x, lane);
+      if (warp == 2) fill_lse(blockIdx.x, gridDim.x, lane);
       else if (lane == 0) fill_boxes();
     } else {
 #pragma unroll 1
-      for (unsigned i = (warp - 1) * gridDim.x + blockIdx.x; i < a.fill_items; i += 3 * gridDim.x)
+      for (unsigned i = (warp - kFillWarps) * gridDim.x + blockIdx.x; i < a.fill_items; i += kFillWarps * gridDim.x)
         cuda::fill_uncovered<T>(a.base, a.base.decode(a.items + i), 0, 1);
     }
   }

@@ -78,7 +78,7 @@ __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait
 /// What threads wrote to shared memory becomes visible to the copy engine and to matrix products.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
-// Shared memory by address.
+// Memory by address.
 __device__ __forceinline__ void store_word(std::uint32_t address, std::uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
 }
@@ -92,6 +92,12 @@ __device__ __forceinline__ uint4 load_words(std::uint32_t address) {
                : "r"(address)
                : "memory");
   return value;
+}
+
+__device__ __forceinline__ void store_global(void* place, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"l"(place), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
 }
 
 // Matrix products of a warp group.

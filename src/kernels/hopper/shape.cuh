@@ -37,7 +37,7 @@ struct Shape {
 template <class S>
 struct Memory {
   static constexpr std::uint32_t kZeros = kGroupRows * 128;
-  static constexpr std::uint32_t kBarriers = 8 * (2 * S::kQuerySlots + 4 * S::kStages);
+  static constexpr std::uint32_t kBarriers = 8 * (2 * S::kQuerySlots + 4 * S::kStages + 2 * kTaskSlots);
   static constexpr int kBytes =
       static_cast<int>(1024 + S::kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kBarriers);
   std::uint32_t base;
@@ -56,6 +56,8 @@ struct Memory {
   __device__ __forceinline__ std::uint32_t ring(std::uint32_t which, std::uint32_t stage) const {
     return barrier(2 * S::kQuerySlots + which * S::kStages + stage);
   }
+  __device__ __forceinline__ std::uint32_t task_full(std::uint32_t slot) const { return ring(4, slot); }
+  __device__ __forceinline__ std::uint32_t task_free(std::uint32_t slot) const { return ring(4, kTaskSlots + slot); }
   __device__ __forceinline__ std::uint32_t key_full(std::uint32_t stage) const { return ring(0, stage); }
   __device__ __forceinline__ std::uint32_t key_free(std::uint32_t stage) const { return ring(1, stage); }
   __device__ __forceinline__ std::uint32_t value_full(std::uint32_t stage) const { return ring(2, stage); }

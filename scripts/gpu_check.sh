@@ -2,8 +2,9 @@
 # Runs the tests and benchmarks of the CUDA engine on a machine with a GPU, from programs that are built already (they need
 # no CUDA installation there; the driver is enough).
 #   scripts/gpu_check.sh PROGRAMS [RESULTS] [--quick]
-# PROGRAMS holds gpu_engine_test, gpu_matches_reference_test and longspan_gpu_bench; logs, h200_cuda.json (the portable
-# kernels) and h200_vs_torch.json go to RESULTS (default: the current folder). --quick leaves out the sanitizer and the comparison with torch.
+# PROGRAMS holds gpu_engine_test, gpu_matches_reference_test, hopper_test and longspan_gpu_bench; logs, h200_cuda.json (the
+# portable kernels) and h200_vs_torch.json go to RESULTS (default: the current folder). --quick leaves out the sanitizer and the
+# comparison with torch.
 set -uo pipefail
 
 programs=${1:?folder with the built programs}
@@ -27,6 +28,8 @@ run() {  # name, seconds, command...: full output in a log, the end of it on the
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 run gpu_engine_test 120 "$programs/gpu_engine_test"
 run gpu_matches_reference_test 180 "$programs/gpu_matches_reference_test"
+run hopper_test 120 "$programs/hopper_test"
+run hopper_bench 60 "$programs/longspan_gpu_bench" --forward-only
 run gpu_bench 150 "$programs/longspan_gpu_bench" --kernel cuda-mma
 python3 - "$results" "$(git -C "$(dirname "$0")" rev-parse --short HEAD 2>/dev/null || echo unknown)" <<'END'
 import datetime, json, pathlib, subprocess, sys

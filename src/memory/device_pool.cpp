@@ -59,8 +59,8 @@ DeviceLease::DeviceLease(int device, void* stream, std::size_t bytes) : stream_(
   cuda::check(cudaStreamIsCapturing(cuda_stream, &capture), "asking whether the stream is captured");
   if (capture != cudaStreamCaptureStatusNone) {
     throw InvalidArgument("workspace",
-                          fmt::format("workspace of {} bytes inside a graph capture: pass Call::workspace, so that "
-                                      "replays find it where it was (Plan::workspace_bytes says how much)",
+                          fmt::format("workspace of {} bytes inside a graph capture: pass Call::workspace (Plan::workspace_bytes "
+                                      "says how much) or Call::allocate, so that replays find it where it was",
                                       bytes));
   }
   DevicePool& pool = pool_of(device);

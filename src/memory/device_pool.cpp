@@ -58,10 +58,11 @@ DeviceLease::DeviceLease(int device, void* stream, std::size_t bytes) : stream_(
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cuda::check(cudaStreamIsCapturing(cuda_stream, &capture), "asking whether the stream is captured");
   if (capture != cudaStreamCaptureStatusNone) {
-    throw InvalidArgument("workspace",
-                          fmt::format("workspace of {} bytes inside a graph capture: pass Call::workspace (Plan::workspace_bytes "
-                                      "says how much) or Call::allocate, so that replays find it where it was",
-                                      bytes));
+    throw InvalidArgument(
+        "workspace",
+        fmt::format("workspace of {} bytes inside a graph capture: pass Call::workspace (Plan::workspace_bytes "
+                    "says how much) or Call::allocate, so that replays find it where it was",
+                    bytes));
   }
   DevicePool& pool = pool_of(device);
   const cudaMemPool_t handle = pool.get(device);

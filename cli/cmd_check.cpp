@@ -152,17 +152,10 @@ int run(const CheckCommand& command) {
   }
 
   if (command.json) {
-    Json json = {{"ok", failures.empty()},
-                 {"version", version()},
-                 {"commit", commit()},
-                 {"cases", cases.size()},
-                 {"left_out", left_out},
-                 {"seed", choice.seed},
-                 {"threads", num_threads()},
-                 {"machine", machine_summary()},
-                 {"device", to_string(choice.device)},
-                 {"kernels", Json::array()},
-                 {"failures", Json::array()}};
+    Json json = {{"ok", failures.empty()},   {"version", version()},         {"commit", commit()},
+                 {"cases", cases.size()},    {"left_out", left_out},         {"seed", choice.seed},
+                 {"threads", num_threads()}, {"machine", machine_summary()}, {"device", to_string(choice.device)},
+                 {"kernels", Json::array()}, {"failures", Json::array()}};
     if (choice.device.type == DeviceType::cuda) json["gpu"] = device_summary(choice.device);
     for (const auto& [key, tally] : tallies) {
       Json one = {{"kernel", key.first},

@@ -184,13 +184,12 @@ void bind_attention(nb::module_& module) {
       .def_prop_ro("options", &Attention::options)
       .def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a = nb::none(), "lengths"_a = nb::none(),
            "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(), "seed"_a = 0,
-           "seed_pointer"_a = 0, "stream"_a = 0, "heads_first"_a = false,
-           "allocate"_a = nb::none(), "Fills out and, if given, lse.")
+           "seed_pointer"_a = 0, "stream"_a = 0, "heads_first"_a = false, "allocate"_a = nb::none(),
+           "Fills out and, if given, lse.")
       .def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a, "dlse"_a.none(), "dq"_a, "dk"_a,
            "dv"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(),
            "query_ranges"_a = nb::none(), "seed"_a = 0, "seed_pointer"_a = 0, "stream"_a = 0, "heads_first"_a = false,
-           "allocate"_a = nb::none(),
-           "Fills dq, dk and dv.")
+           "allocate"_a = nb::none(), "Fills dq, dk and dv.")
       .def("plan", &plan, nb::kw_only(), "tokens"_a, "heads"_a, "head_dim"_a, "batch"_a = 1, "kv_heads"_a = nb::none(),
            "query_rows"_a = nb::none(), "dtype"_a = "f32", "device"_a = "cpu", "lengths"_a = false,
            "key_mask"_a = false, "alibi"_a = false, "The plan for a problem, from the cache.")

@@ -1,5 +1,5 @@
 // Chooses the backward instantiation: head dims as forward_start.cuh has them, but float32 stops at 128. dq in a pass
-// of its own has features only.
+// of its own has them as 64, 128 and, with features, 256.
 #pragma once
 
 #include "kernels/cuda/backward_queries_mma.cuh"

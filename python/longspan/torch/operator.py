@@ -120,7 +120,9 @@ def _check_capture(query: Tensor, lengths: Tensor | None) -> None:
     """A replay finds on the GPU what was there at the capture; what the host lent then may be gone."""
     if lengths is None or lengths.is_cuda or not query.is_cuda:
         return
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(query.device):  # where the call runs, whichever device is current
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         raise InvalidArgument(
             "lengths is on the host inside a graph capture: move it to the GPU, where replays can read it", "lengths"
         )
@@ -176,6 +178,7 @@ def _run_backward(
     operator = compiled(
         pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
     )
+    _check_capture(query, lengths)
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()  # autograd hands over expanded scalars, for example from sum()
     grads = (_empty_like(query), _empty_like(key), _empty_like(value))

@@ -1,5 +1,8 @@
 // Every GPU kernel against the float64 reference: pattern x dtype x causal x shape, then every option alone and
 // together.
+#include <array>
+#include <cstring>
+
 #include "gpu/device_case.h"
 #include "support/suite.h"
 
@@ -193,6 +196,63 @@ TEST_P(GpuOption, Alibi) {
     Case c = make(causal(is_causal));
     c.alibi_slopes = {0.5f, 0.25f, 0.0f, -0.01f};
     expect_gpu_matches(c);
+  }
+}
+
+/// Rows past a strand's end, which tiles have, must not overflow where distance raises scores.
+TEST(GpuAlibi, NegativeSlopesAtRaggedEnds) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const std::int64_t head_dim : {64, 128, 256}) {
+      Case c(Pattern::dense(), {}, {1, 250, 2, 2, head_dim}, dtype);
+      c.alibi_slopes = {-0.5f, -0.5f};
+      expect_gpu_matches(c);
+    }
+  }
+}
+
+/// A NaN of all ones, which a careless rounding carries over into 0, reaches every row that sees it and no other.
+TEST(GpuFloat32, NaNOfAllOnes) {
+  LONGSPAN_NEEDS_GPU();
+  constexpr std::int64_t kRow = 70, kSegment = 64;  // in the second of three segments
+  const std::uint32_t ones = 0x7fffffffu;
+  for (const bool allow_tf32 : {false, true}) {
+    for (int which = 0; which < 4; ++which) {
+      Options options;
+      options.allow_tf32 = allow_tf32;
+      options.kernel = "cuda-mma";
+      Case c(Pattern::dilated({kSegment}, {1}), options, {1, 3 * kSegment, 1, 1, 64}, DType::f32);
+      Tensor& input = *std::array{&c.q, &c.k, &c.v, &c.dout}[static_cast<std::size_t>(which)];
+      const TensorView view = input.view();
+      std::memcpy(static_cast<std::byte*>(view.data) + view.offset(0, kRow, 0) * 4, &ones, 4);  // column 0
+      DeviceCase device(c);
+      const Attention attention(c.pattern, options);
+      device.forward(attention, device.call());
+      device.backward(attention, device.call());
+      const Results& got = device.download();
+      const auto expect_nan = [&](const char* name, const Tensor& tensor, bool all_rows, bool all_columns) {
+        tensor.for_each([&](auto entry, auto row, auto head, auto column) {
+          const bool sees = all_rows ? row / kSegment == kRow / kSegment : row == kRow;
+          ASSERT_EQ(std::isnan(tensor.at(entry, row, head, column)), sees && (all_columns || column == 0))
+              << name << " row " << row << " column " << column << " input " << which << " tf32 " << allow_tf32;
+        });
+      };
+      const bool in_q = which == 0, in_v = which == 2, in_dout = which == 3;
+      if (in_dout) {
+        expect_nan("dq", got.dq, false, true);
+        expect_nan("dk", got.dk, true, true);
+        expect_nan("dv", got.dv, true, false);
+      } else if (in_v) {
+        expect_nan("out", got.out, true, false);
+        expect_nan("dq", got.dq, true, true);
+        expect_nan("dk", got.dk, true, true);
+      } else {
+        expect_nan("out", got.out, !in_q, true);
+        expect_nan("dq", got.dq, !in_q, true);
+        expect_nan("dk", got.dk, true, true);
+        expect_nan("dv", got.dv, true, true);
+      }
+    }
   }
 }
 

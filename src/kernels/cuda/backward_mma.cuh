@@ -114,8 +114,12 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
     if (threadIdx.x < kQueries) {
       const int query = tile * kQueries + threadIdx.x;
       const bool valid = query < queries.count;
-      copy_async_pair(rows_offset + (stage * kQueries + threadIdx.x) * 8,
-                      valid ? values_base + static_cast<std::int64_t>(query) * strand.stride : values_base, valid);
+      const std::uint32_t target = rows_offset + (stage * kQueries + threadIdx.x) * 8;
+      // No row: where a bias may be negative only lse = inf keeps its weights from overflowing.
+      if (kFeatures && !valid) store_shared(target, make_float2(LONGSPAN_INFINITY, 0.0f));
+      else
+        copy_async_pair(target, valid ? values_base + static_cast<std::int64_t>(query) * strand.stride : values_base,
+                        valid);
     }
     copy_commit();
   };

@@ -111,6 +111,85 @@ TEST(GpuEngine, CaptureWithoutWorkspaceIsRefused) {
   cudaGraphDestroy(graph);
 }
 
+TEST(GpuEngine, CaptureWithLengthsOnTheHostIsRefused) {
+  LONGSPAN_NEEDS_GPU();
+  Case c = small();
+  c.lengths = {100};
+  const Attention attention(kGroups, {});
+  DeviceCase device(c);
+  const OwnWorkspace workspace(attention, device.problem());
+  const Stream stream;
+  Call call = device.call();
+  call.lengths = c.call().lengths;
+  call.stream = stream.get();
+  workspace.lend(call);
+  cudaGraph_t graph = capture(stream.get(), [&] {
+    for (const bool forward : {true, false}) {
+      try {
+        if (forward) device.forward(attention, call);
+        else device.backward(attention, call);
+        FAIL() << "a graph would read lengths where they no longer are";
+      } catch (const InvalidArgument& error) {
+        EXPECT_EQ(error.argument(), "lengths");
+      }
+    }
+  });
+  cudaGraphDestroy(graph);
+}
+
+/// Lengths on the host: one number for all entries, backwards, of 32 bits, and changed as soon as the call returns.
+TEST(GpuEngine, LengthsOnTheHostOfAnyStride) {
+  LONGSPAN_NEEDS_GPU();
+  const Attention attention(kGroups, {});
+  for (const std::int64_t stride : {0, -1, 2}) {
+    Case c(kGroups, {}, {300, 64, 2, 2, 8}, DType::bf16);  // more entries than one copy holds
+    void* memory = nullptr;
+    expect_success(cudaMallocHost(&memory, 600 * sizeof(std::int32_t)));
+    std::int32_t* const pinned = static_cast<std::int32_t*>(memory);
+    for (std::int32_t i = 0; i < 600; ++i) pinned[i] = i * 7 % 65;
+    const std::int32_t* const first = pinned + (stride < 0 ? 299 : 0);
+    for (std::int64_t entry = 0; entry < 300; ++entry) c.lengths.push_back(first[entry * stride]);
+    DeviceCase want(c), got(c);
+    want.forward(attention, want.call());
+    Call call = got.call();
+    call.lengths = ConstTensorView::per_batch(first, DType::i32, 300);
+    call.lengths.strides[0] = stride;
+    got.forward(attention, call);
+    std::fill(pinned, pinned + 600, 0);
+    EXPECT_EQ(got.download().out, want.download().out) << "stride " << stride;
+    cudaFreeHost(pinned);
+  }
+}
+
+/// Ranges without rows change nothing, even where they fall into launches of their own (12 branches: one range each).
+TEST(GpuEngine, EmptyRangesChangeNothing) {
+  LONGSPAN_NEEDS_GPU();
+  Options options;
+  options.deterministic = true;
+  const Pattern pattern =
+      Pattern::longnet({64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64}, {2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14});
+  const Attention attention(pattern, options);
+  const auto run = [&](std::vector<RowRange> ranges) {
+    const Case c(pattern, options, {1, 200, 2, 2, 64}, DType::bf16, Layout::bnhd, std::move(ranges));
+    DeviceCase device(c);
+    const OwnWorkspace workspace(attention, device.problem());
+    Call call = device.call();
+    workspace.lend(call);
+    device.forward(attention, call);
+    device.backward(attention, call);
+    return device.download();
+  };
+  const Results want = run({{20, 150}});
+  for (const std::vector<RowRange>& ranges :
+       {std::vector<RowRange>{{20, 150}, {0, 0}}, std::vector<RowRange>{{0, 0}, {20, 150}, {199, 0}}}) {
+    const Results got = run(ranges);
+    EXPECT_EQ(got.out, want.out);
+    EXPECT_EQ(got.dq, want.dq);
+    EXPECT_EQ(got.dk, want.dk);
+    EXPECT_EQ(got.dv, want.dv);
+  }
+}
+
 TEST(GpuEngine, SteadyStateAllocatesNothing) {
   LONGSPAN_NEEDS_GPU();
   for (const Pattern& pattern : {kGroups, kMixed}) {
@@ -314,6 +393,34 @@ TEST(GpuErrors, HostPointersAreNamed) {
     EXPECT_EQ(error.argument(), "k");
     EXPECT_NE(std::string(error.what()).find("host memory"), std::string::npos) << error.what();
   }
+}
+
+TEST(GpuErrors, HostMemoryForSeedOrWorkspaceIsNamed) {
+  LONGSPAN_NEEDS_GPU();
+  Options options;
+  options.dropout = 0.5;
+  const Case c(kMixed, options, {1, 256, 4, 4, 64}, DType::bf16);
+  const Attention attention(kMixed, options);
+  DeviceCase device(c);
+  const auto refused = [&](const Call& call) -> std::string {
+    try {
+      device.forward(attention, call);
+    } catch (const InvalidArgument& error) {
+      return error.argument();
+    }
+    return "nothing";
+  };
+  const std::uint64_t seed = 1;
+  Call call = device.call();
+  call.dropout_seed_pointer = &seed;
+  EXPECT_EQ(refused(call), "dropout_seed_pointer");
+  call = device.call();
+  std::vector<std::byte> memory;
+  call.allocate = [&](std::size_t bytes) -> void* {
+    memory.resize(bytes + 64);
+    return memory.data() + (64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64);
+  };
+  EXPECT_EQ(refused(call), "allocate");
 }
 
 TEST(GpuErrors, LimitGivesOutOfMemoryAndLeavesTheLibraryUsable) {

@@ -158,8 +158,12 @@ void check_inputs(const Arguments& a) {
     check_pointer("pieces", piece.k);
     check_pointer("pieces", piece.v);
   }
-  if (a.call.workspace)
-    check_pointer("workspace", ConstTensorView{a.call.workspace, DType::boolean, a.q.device, {1, 1, 1, 1}, {}});
+  const auto check_memory = [&](const char* name, const void* memory) {
+    check_pointer(name, ConstTensorView{memory, DType::boolean, a.q.device, {1, 1, 1, 1}, {}});
+  };
+  if (a.call.workspace) check_memory("workspace", a.call.workspace);
+  else if (a.call.allocate) check_memory("allocate", a.workspace);
+  if (a.plan.options().dropout > 0) check_memory("dropout_seed_pointer", a.call.dropout_seed_pointer);
   if (a.call.cancel && a.call.cancel->load()) throw Cancelled("the call was cancelled before it started");
 }
 

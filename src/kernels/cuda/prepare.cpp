@@ -31,6 +31,30 @@ bool aligned(const ConstTensorView& view) {
   return bits % 16 == 0;
 }
 
+/// Lengths on the host as int64 on the GPU, whatever their stride. Pageable memory, such as an array here, is read
+/// before the copy returns, so the caller's may change.
+void upload_lengths(std::byte* target, const ConstTensorView& lengths, std::int64_t batch, cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &capture), "asking whether the stream is being captured");
+  if (capture != cudaStreamCaptureStatusNone) {
+    throw InvalidArgument(
+        "lengths", "lengths is on the host inside a graph capture: move it to the GPU, where replays can read it");
+  }
+  constexpr std::int64_t kAtOnce = 256;
+  std::int64_t values[kAtOnce];
+  for (std::int64_t first = 0; first < batch; first += kAtOnce) {
+    const std::int64_t count = std::min(kAtOnce, batch - first);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t place = (first + i) * lengths.strides[0];
+      values[i] = lengths.dtype == DType::i64 ? static_cast<const std::int64_t*>(lengths.data)[place]
+                                              : static_cast<const std::int32_t*>(lengths.data)[place];
+    }
+    check(cudaMemcpyAsync(target + static_cast<std::size_t>(first) * sizeof(std::int64_t), values,
+                          static_cast<std::size_t>(count) * sizeof(std::int64_t), cudaMemcpyHostToDevice, stream),
+          "copying lengths to the GPU");
+  }
+}
+
 /// What forward and backward have in common. Ranges and work are filled in per launch.
 template <class Arguments>
 Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
@@ -51,15 +75,11 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
     launch.lengths = call.lengths.data;
     launch.lengths_batch = call.lengths.strides[0];
     if (call.lengths.device.type == DeviceType::cpu) {
-      const std::size_t element = static_cast<std::size_t>(size_of(call.lengths.dtype));
-      void* const copy = a.workspace + space.lengths;
-      check(cudaMemcpy2DAsync(copy, element, call.lengths.data,
-                              static_cast<std::size_t>(call.lengths.strides[0]) * element, element,
-                              static_cast<std::size_t>(problem.batch), cudaMemcpyHostToDevice,
-                              static_cast<cudaStream_t>(call.stream)),
-            "copying lengths to the GPU (inside a captured graph they must be there already)");
+      std::byte* const copy = a.workspace + space.lengths;
+      upload_lengths(copy, call.lengths, problem.batch, static_cast<cudaStream_t>(call.stream));
       launch.lengths = copy;
       launch.lengths_batch = 1;
+      launch.lengths_64 = true;
     }
   }
   if (call.key_mask.given()) {
@@ -107,14 +127,9 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
 }
 
 /// Tables of one launch: items branch by branch (so that merging finds earlier branches started), then uncovered rows.
-void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges, std::int64_t first_row,
-              Tiling tiling) {
-  launch.range_count = launch.work_count = 0;
+void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
+  launch.work_count = 0;
   launch.items = 0;
-  for (const RowRange& range : ranges) {
-    launch.ranges[launch.range_count++] = {clamp(range.start), clamp(range.count), first_row};
-    first_row += range.count;
-  }
   if (tiling.rows == 0) return;
   int finished[kMaxRanges] = {};
   launch.descending = launch.causal && !tiling.by_keys;
@@ -140,7 +155,6 @@ void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges
       const std::int64_t longest = ceil_divide(std::min(branch.segment, launch.tokens), branch.dilation);
       for (int r = 0; r < launch.range_count; ++r) {
         const DeviceRange& range = launch.ranges[r];
-        if (range.count == 0) continue;
         const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
         const std::int64_t rows =
             tiling.by_keys ? longest : std::min(longest, ceil_divide(range.count, branch.dilation));
@@ -154,7 +168,6 @@ void add_work(Launch& launch, const Plan& plan, std::span<const RowRange> ranges
   }
   if (launch.fill && tiling.fills && !tiling.by_keys) {
     for (int r = 0; r < launch.range_count; ++r) {
-      if (launch.ranges[r].count == 0) continue;
       add({0, 0, 0, -1, r, 0, 1, launch.heads, 0, 1, 0, clamp(ceil_divide(launch.ranges[r].count, kFillRows)), 0});
     }
   }
@@ -168,12 +181,20 @@ void split_ranges(Launch& launch, const Plan& plan, std::span<const RowRange> ra
                   const std::function<void(Launch&)>& run) {
   const std::size_t at_once = tiling.rows > 0 ? ranges_per_launch(plan) : kMaxRanges;
   std::int64_t first_row = 0;
-  for (std::size_t i = 0; i < ranges.size(); i += at_once) {
-    const auto part = ranges.subspan(i, std::min(at_once, ranges.size() - i));
-    add_work(launch, plan, part, first_row, tiling);
-    for (const RowRange& range : part) first_row += range.count;
+  const auto run_part = [&] {
+    if (launch.range_count == 0) return;
+    add_work(launch, plan, tiling);
     run(launch);
+    launch.range_count = 0;
+  };
+  launch.range_count = 0;
+  for (const RowRange& range : ranges) {
+    if (range.count == 0) continue;  // else calls of one range that has rows would not be known as such everywhere
+    launch.ranges[launch.range_count++] = {clamp(range.start), clamp(range.count), first_row};
+    first_row += range.count;
+    if (static_cast<std::size_t>(launch.range_count) == at_once) run_part();
   }
+  run_part();
 }
 
 }  // namespace

@@ -51,6 +51,7 @@ class DeviceTensor {
   TensorView output() const {
     return {const_cast<void*>(view_.data), view_.dtype, view_.device, view_.sizes, view_.strides};
   }
+  void poison() const { cudaMemset(buffer_.data(), 0xFF, static_cast<std::size_t>(bytes_)); }
   void download(Tensor& host) const {
     cudaMemcpy(host.view().data, view_.data, static_cast<std::size_t>(bytes_), cudaMemcpyDeviceToHost);
   }

@@ -379,9 +379,7 @@ struct Consumer {
       store_word(place + 1024, cuda::pack<T>(out[4 * j + 2] * factor[1], out[4 * j + 3] * factor[1]));
     }
     const bool whole = rows >= kGroupRows && !S::kMerges;
-    if (whole) {
-      fence_shared();
-    } else {
+    if (!whole) {
       __syncwarp();
       constexpr int kChunks = kColumns / 8;
 #pragma unroll 2
@@ -397,6 +395,7 @@ struct Consumer {
       }
       if constexpr (S::kMerges) __threadfence();
     }
+    fence_shared();  // next the copy engine reads this tile, or loads another into its place
     sync_group();
     if (thread != 0) return;
     if constexpr (S::kMerges) atomicAdd(a.finished(task.branch, task.range, task.entry, task.head), 1u);

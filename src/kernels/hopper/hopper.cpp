@@ -16,7 +16,8 @@
 namespace longspan::hopper {
 namespace {
 
-constexpr int kCompute = 90;  // instructions of sm_90a run on 9.0 and on nothing else, newer or older
+constexpr int kCompute = 90;          // instructions of sm_90a run on 9.0 and on nothing else, newer or older
+constexpr int kOldestDriver = 12010;  // whose launches take more than 4 KB of parameters
 constexpr int kShortStrand = 1024;
 constexpr int kChunk = 32;             // strands whose tiles are interleaved under a causal mask, longest first
 constexpr int kTurns = 2;              // items for each block that are dealt out in turn whatever their length
@@ -31,11 +32,12 @@ Encode encoder() {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
 #else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
 #endif
-    cudaGetLastError();
+    if (status != cudaSuccess) cudaGetLastError();  // this query's own; errors before it are the caller's
     return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
   }();
   return found;
@@ -147,8 +149,8 @@ Verdict can_run(const Plan& plan, Pass pass) {
   if (problem.has_alibi) return no("has no ALiBi");
   if (problem.has_pieces) return no("takes keys in one piece");
   if (plan.options().dropout > 0) return no("has no dropout, here it is {}", plan.options().dropout);
-  if (!(plan.scale() > 0))
-    return no("finds maxima before scaling: scale must be positive, here it is {}", plan.scale());
+  if (!(static_cast<float>(plan.scale()) > 0))
+    return no("finds maxima before scaling: scale must be positive in float32, here it is {}", plan.scale());
   if (problem.query_rows > kMost) return no("counts rows in 32 bits, there are {}", problem.query_rows);
   int maps = 0;
   for (const BranchPlan& branch : plan.branches()) maps += maps_of(branch, problem);
@@ -158,6 +160,11 @@ Verdict can_run(const Plan& plan, Pass pass) {
   if (device.shared_bytes < kSharedBytes)
     return no("needs {} bytes of shared memory in a block, {} has {}", kSharedBytes, to_string(problem.device),
               device.shared_bytes);
+  int driver = 0;
+  cuda::check(cudaDriverGetVersion(&driver), "asking for the driver's version");
+  if (driver < kOldestDriver)
+    return no("has 12 KB of launch parameters: they need a driver of CUDA 12.1 or newer, this one is of {}.{}",
+              driver / 1000, driver % 1000 / 10);
   if (!encoder()) return no("needs a driver that makes tensor maps (CUDA 12.0 or newer)");
   return yes();
 }

@@ -91,8 +91,8 @@ def _padding_arguments(padding: Tensor | None) -> tuple[Tensor | None, Tensor | 
         padding = padding != 0
     if torch.compiler.is_compiling():
         return _split_padding(padding)
-    version = -1 if padding.is_inference() else padding._version  # inference tensors cannot change, and count nothing
-    remembered = getattr(padding, "_longspan_padding", None)
+    version = None if padding.is_inference() else padding._version  # inference tensors do not count their changes
+    remembered = None if version is None else getattr(padding, "_longspan_padding", None)
     if remembered is not None and remembered[0] == version:
         return remembered[1]
     result: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -100,7 +100,8 @@ def _padding_arguments(padding: Tensor | None) -> tuple[Tensor | None, Tensor | 
         lengths, mask = _split_padding(padding)
         inside = torch.arange(padding.shape[1], device=padding.device) < lengths.unsqueeze(1)
         result = (lengths, mask if bool((padding & inside).any()) else None)
-    padding._longspan_padding = (version, result)
+    if version is not None:
+        padding._longspan_padding = (version, result)
     return result
 
 

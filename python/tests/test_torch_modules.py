@@ -74,8 +74,8 @@ def test_dropout_is_off_in_eval_and_repeats_with_manual_seed():
 
 
 def multihead_formula(module, query, key, value, causal=False, key_mask=None):
-    """Float64, from the state_dict alone."""
-    state = {name: tensor.double() for name, tensor in module.state_dict().items()}
+    """Float64, from the parameters alone."""
+    state = {name: parameter.double() for name, parameter in module.named_parameters()}
     batch, tokens, width = query.shape
     if "qkv_proj.weight" in state:
         weights, biases = state["qkv_proj.weight"].chunk(3), state["qkv_proj.bias"].chunk(3)
@@ -111,6 +111,60 @@ def test_multihead_matches_formula(cls, layer_norm):
         want = multihead_formula(module, query, key, value, causal)
         torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=0)
     torch.testing.assert_close(module(query)[0], module(query, query.clone(), query.clone())[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("cls", MULTIHEAD)
+@pytest.mark.parametrize("case", SHAPES)
+def test_multihead_gradients_match_formula(case, cls):
+    torch.manual_seed(0)
+    shape = SHAPES[case]
+    width = 8 * shape["heads"]
+    module = cls(width, shape["heads"], shape["dilations"], shape["segments"])
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    qkv = [torch.randn(2, shape["tokens"], width, requires_grad=True) for _ in range(3)]
+    wanted = qkv + list(module.parameters())
+    weight = torch.randn(2, shape["tokens"], width)
+    out = module(*qkv, is_causal=True)[0]
+    want = multihead_formula(module, *qkv, causal=True)
+    torch.testing.assert_close(out.double(), want, atol=5e-5, rtol=0)
+    ours, theirs = torch.autograd.grad(out, wanted, weight), torch.autograd.grad(want, wanted, weight.double())
+    scale = max(gradient.abs().max().item() for gradient in theirs)
+    for mine, expected in zip(ours, theirs):
+        torch.testing.assert_close(mine, expected, atol=2e-5 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("cls", MULTIHEAD)
+def test_state_dict_round_trip(cls):
+    torch.manual_seed(0)
+    first, second = cls(16, 4, [1, 2], [8, 16]), cls(16, 4, [1, 2], [8, 16])
+    x = torch.randn(2, 12, 16)
+    assert not torch.equal(first(x)[0], second(x)[0])
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(x)[0], second(x)[0])
+
+
+def test_wrong_arguments_are_refused_by_name():
+    for arguments, name in (
+        (dict(softmax_scale=float("nan")), "softmax_scale"),
+        (dict(softmax_scale="x"), "softmax_scale"),
+        (dict(attention_dropout="x"), "attention_dropout"),
+    ):
+        with pytest.raises(longspan.InvalidArgument, match=name) as error:
+            lt.DilatedAttention([8, 16], [1, 2], **arguments)
+        assert error.value.argument == name
+    with pytest.raises(longspan.InvalidArgument, match="segment_lengths"):
+        lt.DilatedAttention([8, 2**70], [1, 2])
+    for embed_dim in ("16", 16.5, None):
+        with pytest.raises(longspan.InvalidArgument, match="embed_dim"):
+            lt.MultiheadDilatedAttention(embed_dim, 4, [1, 2], [8, 16])
+    module = lt.MultiheadDilatedAttention(16, 4, [1, 2], [8, 16])
+    with pytest.raises(longspan.InvalidArgument, match="query is torch.float64, the module is torch.float32"):
+        module(torch.randn(2, 12, 16, dtype=torch.float64))
+    with pytest.raises(longspan.InvalidArgument, match="query is on meta, the module is on cpu"):
+        module(torch.randn(2, 12, 16, device="meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(torch.randn(2, 12, 16, dtype=torch.bfloat16))[0].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("cls", MULTIHEAD)

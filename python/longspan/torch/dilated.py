@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .operator import attention
-from .options import accept_pool_arguments, check_dropout, dilated_pattern, integers, key_mask
+from .options import accept_pool_arguments, check_dropout, dilated_pattern, finite, integers, key_mask
 
 
 class DilatedAttention(nn.Module):
@@ -35,7 +35,7 @@ class DilatedAttention(nn.Module):
         accept_pool_arguments(type(self).__name__, pool_arguments)
         self.segment_lengths = integers("segment_lengths", segment_lengths)
         self.dilation_rates = integers("dilation_rates", dilation_rates)
-        self.softmax_scale = None if softmax_scale is None else float(softmax_scale)
+        self.softmax_scale = None if softmax_scale is None else finite("softmax_scale", softmax_scale)
         self.dropout = check_dropout("attention_dropout", attention_dropout)
         self.allow_tf32 = False
         # Text, not an object: it pickles, exports and compiles as it is.

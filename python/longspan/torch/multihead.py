@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .._errors import InvalidArgument
 from .dilated import DilatedAttention
-from .options import check_dropout, key_mask, warn_once
+from .options import check_dropout, integer, key_mask, warn_once
 
 
 class _Multihead(nn.Module):
@@ -33,6 +33,7 @@ class _Multihead(nn.Module):
         pool_arguments: dict[str, Any],
     ) -> None:
         super().__init__()
+        embed_dim, num_heads = integer("embed_dim", embed_dim), integer("num_heads", num_heads)
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
             raise InvalidArgument(
                 f"embed_dim is {embed_dim}, num_heads is {num_heads}: embed_dim must be a multiple of num_heads",
@@ -87,6 +88,17 @@ class _Multihead(nn.Module):
         if tensor.device != like.device:
             raise InvalidArgument(
                 f"{name} is on {tensor.device}, query is on {like.device}: move them to one device", name
+            )
+        if type(self.out_proj) is not nn.Linear:
+            return  # somebody's own layer: it may take other types
+        weight = self.out_proj.weight
+        if tensor.device != weight.device:
+            raise InvalidArgument(
+                f"{name} is on {tensor.device}, the module is on {weight.device}: move one of them", name
+            )
+        if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+            raise InvalidArgument(
+                f"{name} is {tensor.dtype}, the module is {weight.dtype}: convert one of them, or use torch.autocast", name
             )
 
     def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -43,15 +44,40 @@ def accept_pool_arguments(class_name: str, arguments: dict) -> None:
         )
 
 
+def _whole(value: object) -> int | None:
+    """A Python integer of at most 64 bits, None for everything else."""
+    try:
+        result = int(value)  # type: ignore[call-overload]
+        return result if result == value and abs(result) < 2**63 else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def integer(name: str, value: int) -> int:
+    result = _whole(value)
+    if result is None:
+        raise InvalidArgument(f"{name} is {value!r}: give a whole number", name)
+    return result
+
+
 def integers(name: str, values: Sequence[int]) -> list[int]:
     """A list of Python integers, or an error that names the argument."""
     try:
-        result = [int(value) for value in values]
-        exact = all(result[i] == value for i, value in enumerate(values))
-    except (TypeError, ValueError):
-        exact = False
-    if not exact:
+        result = [_whole(value) for value in values]
+    except TypeError:
+        result = [None]
+    if None in result:
         raise InvalidArgument(f"{name} is {values!r}: give a list of whole numbers", name)
+    return [value for value in result if value is not None]
+
+
+def finite(name: str, value: float) -> float:
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        result = math.nan
+    if not math.isfinite(result):
+        raise InvalidArgument(f"{name} is {value!r}: give a finite number", name)
     return result
 
 
@@ -73,9 +99,10 @@ def dilated_pattern(segment_lengths: list[int], dilation_rates: list[int]) -> Pa
 
 
 def check_dropout(name: str, value: float) -> float:
-    if not 0.0 <= value < 1.0:
+    result = finite(name, value)
+    if not 0.0 <= result < 1.0:
         raise InvalidArgument(f"{name} is {value}: give a probability from 0 up to, but not including, 1", name)
-    return float(value)
+    return result
 
 
 def key_mask(name: str, mask: Tensor | None, batch: int, tokens: int, *, two_dimensional: bool = True) -> Tensor | None:

@@ -149,7 +149,7 @@ class SlideEncoder(nn.Module):
         self, tiles: Tensor, coordinates: Tensor, lengths: Tensor | None = None, *, all_layers: bool = False
     ) -> Tensor | list[Tensor]:
         """tiles [batch, n, tile_features], coordinates [batch, n, 2] in pixels -> [batch, width]; all_layers: a list,
-        one for the input, each layer and the end. lengths [batch]: tiles each slide has; the rest is padding."""
+        one for the input and one for each layer. lengths [batch]: tiles each slide has; the rest is padding."""
         if tiles.dim() != 3 or coordinates.shape != (*tiles.shape[:2], 2):
             raise InvalidArgument(
                 f"tiles has shape {list(tiles.shape)}, coordinates has {list(coordinates.shape)}: give [batch, n, "

@@ -37,6 +37,8 @@ def _prepared(name: str, array: Any) -> Any:
 
 def _call_data(lengths: Any, key_mask: Any, alibi_slopes: Any) -> list[Any]:
     """Lists and tuples become arrays; arrays stay what they are."""
+    if isinstance(lengths, (list, tuple)) and not all(isinstance(length, (int, np.integer)) for length in lengths):
+        raise InvalidArgument(f"lengths is {lengths}: give whole numbers", "lengths")
     data = (("lengths", lengths, np.int64), ("key_mask", key_mask, bool), ("alibi_slopes", alibi_slopes, np.float32))
     return [
         np.asarray(array, dtype=dtype) if isinstance(array, (list, tuple)) else _prepared(name, array)

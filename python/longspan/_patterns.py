@@ -52,9 +52,15 @@ def as_pattern(pattern: Pattern | str | None) -> Pattern:
     )
 
 
+def compiled(pattern: Pattern | str | None, *options: object) -> Attention:
+    """The Attention for these options; made once for each combination."""
+    # Looked at first, since what is no pattern may not even be hashable.
+    return _compiled(pattern if isinstance(pattern, (str, Pattern)) else as_pattern(pattern), *options)  # type: ignore[arg-type]
+
+
 @functools.lru_cache(maxsize=512)
-def compiled(
-    pattern: Pattern | str | None,
+def _compiled(
+    pattern: Pattern | str,
     causal: bool,
     scale: float | None,
     output_scale: float | None,
@@ -64,7 +70,6 @@ def compiled(
     allow_tf32: bool,
     kernel: str | None,
 ) -> Attention:
-    """The Attention for these options; made once for each combination."""
     options = Options(
         causal=causal,
         scale=scale,

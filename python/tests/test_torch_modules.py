@@ -300,3 +300,26 @@ def test_square_mask_is_refused_by_dilated_attention():
 def test_too_few_heads_for_the_groups():
     with pytest.raises(longspan.InvalidArgument, match="1 heads for 2 branches"):
         lt.DilatedAttention([8, 16], [1, 2])(*inputs(12, 1))
+
+
+def test_operator_arguments_of_another_kind_are_refused_by_name():
+    q = torch.randn(2, 8, 2, 4)
+    for name, arguments in {
+        "key": dict(key=None),
+        "value": dict(value=q.numpy()),
+        "lengths": dict(lengths=[7.5, 8]),
+        "key_mask": dict(key_mask="x"),
+        "seed": dict(dropout=0.5, seed="x"),
+        "query_ranges": dict(query_ranges=[(0.0, 8)]),
+    }.items():
+        with pytest.raises(longspan.InvalidArgument, match=name) as error:
+            lt.attention(**(dict(query=q, key=q, value=q) | arguments))
+        assert error.value.argument == name
+    torch.testing.assert_close(
+        lt.attention(q, q, q, lengths=[5, 8], key_mask=[[True] * 8, [False] * 4 + [True] * 4]),
+        lt.attention(q, q, q, lengths=torch.tensor([5, 8]), key_mask=torch.arange(8) >= torch.tensor([[0], [4]])),
+    )
+    with pytest.raises(longspan.InvalidArgument, match="pattern"):
+        longspan.attention(q.numpy(), q.numpy(), q.numpy(), ([4], [1]))
+    with pytest.raises(longspan.InvalidArgument, match="lengths"):
+        longspan.attention(q.numpy(), q.numpy(), q.numpy(), lengths=[7.5, 8])

@@ -304,6 +304,18 @@ def _text(pattern: Pattern | None) -> str:
     return str(as_pattern(pattern))
 
 
+def _as_tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor | None:
+    """Lists and tuples become tensors, but numbers of another kind are not rounded in silence."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise InvalidArgument(f"{name} is {type(value).__name__}: give a torch tensor or a list", name)
+    result = torch.tensor(value)
+    if result.is_floating_point() and not dtype.is_floating_point and result.numel() > 0:
+        raise InvalidArgument(f"{name} is {value}: give whole numbers", name)
+    return result.to(dtype)
+
+
 def _settings(
     query: Tensor, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
     deterministic, detached_mix, allow_tf32, kernel,
@@ -317,10 +329,14 @@ def _settings(
         if seed >= 2**63:
             seed -= 2**64
         seed = torch.tensor(seed, dtype=torch.int64) if dropout else None  # the host hands it over by value
-    if isinstance(lengths, (list, tuple)):
-        lengths = torch.tensor(lengths, dtype=torch.int64)
+    lengths = _as_tensor("lengths", lengths, torch.int64)
+    key_mask = _as_tensor("key_mask", key_mask, torch.bool)
+    alibi_slopes = _as_tensor("alibi_slopes", alibi_slopes, torch.float32)
+    seed = _as_tensor("seed", seed, torch.int64)
     if query_ranges is not None:
         query_ranges = [number for pair in query_ranges for number in pair]
+        if not all(isinstance(number, (int, torch.SymInt)) for number in query_ranges):
+            raise InvalidArgument("query_ranges has numbers that are not whole: give pairs (start, count)", "query_ranges")
     return (
         pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
         deterministic, detached_mix, allow_tf32, kernel or "",
@@ -337,7 +353,9 @@ def _arranged(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("key", key), ("value", value)):
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(f"{name} is {type(tensor).__name__}: give a torch tensor", name)
         if tensor.device != query.device:
             raise InvalidArgument(
                 f"{name} is on {tensor.device}, query is on {query.device}: move them to one device", name
@@ -368,8 +386,8 @@ def attention(
 ) -> Any:
     """longspan.attention for torch tensors, with gradients; see there for the arguments. Without a seed, dropout draws
     one from torch's generator, so that torch.manual_seed governs it."""
-    query, key, value = _arranged(layout, query, key, value)
     _check_devices(query, key, value)
+    query, key, value = _arranged(layout, query, key, value)
     settings = _settings(
         query, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
         deterministic, detached_mix, allow_tf32, kernel,

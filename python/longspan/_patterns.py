@@ -55,7 +55,9 @@ def as_pattern(pattern: Pattern | str | None) -> Pattern:
 def compiled(pattern: Pattern | str | None, *options: object) -> Attention:
     """The Attention for these options; made once for each combination."""
     # Looked at first, since what is no pattern may not even be hashable.
-    return _compiled(pattern if isinstance(pattern, (str, Pattern)) else as_pattern(pattern), *options)  # type: ignore[arg-type]
+    if not isinstance(pattern, (str, Pattern)):
+        pattern = as_pattern(pattern)
+    return _compiled(pattern, *options)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=512)

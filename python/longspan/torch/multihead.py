@@ -98,7 +98,8 @@ class _Multihead(nn.Module):
             )
         if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
             raise InvalidArgument(
-                f"{name} is {tensor.dtype}, the module is {weight.dtype}: convert one of them, or use torch.autocast", name
+                f"{name} is {tensor.dtype}, the module is {weight.dtype}: convert one of them, or use torch.autocast",
+                name,
             )
 
     def forward(

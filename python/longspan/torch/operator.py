@@ -336,7 +336,9 @@ def _settings(
     if query_ranges is not None:
         query_ranges = [number for pair in query_ranges for number in pair]
         if not all(isinstance(number, (int, torch.SymInt)) for number in query_ranges):
-            raise InvalidArgument("query_ranges has numbers that are not whole: give pairs (start, count)", "query_ranges")
+            raise InvalidArgument(
+                f"query_ranges has {query_ranges}: give pairs of whole numbers (start, count)", "query_ranges"
+            )
     return (
         pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
         deterministic, detached_mix, allow_tf32, kernel or "",

@@ -28,7 +28,7 @@ from pathlib import Path
 import longspan
 import longspan.torch as lt  # before torch itself: says what is missing
 from longspan.bench.composition import longnet_composition
-from longspan.bench.timing import gpu_facts
+from longspan.bench.timing import gpu_facts, gpu_seconds
 
 import torch
 from torch import Tensor
@@ -138,13 +138,7 @@ def peers(row: Row, quick: bool) -> dict[str, Callable[..., Tensor]]:
 
 def timed(body: Callable[[], object], calls: int) -> float:
     """Milliseconds of one call among `calls`."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(calls):
-        body()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls
+    return gpu_seconds(body, calls) * 1e3
 
 
 def burst(body: Callable[[], object]) -> float:

@@ -14,13 +14,6 @@
 
 namespace longspan {
 
-/// Positions start .. start + count - 1.
-struct RowRange {
-  std::int64_t start = 0;
-  std::int64_t count = 0;
-  bool operator==(const RowRange&) const = default;
-};
-
 /// Rows of k and v that live elsewhere: row i of the piece is position first + i * step.
 struct KeyPiece {
   std::int64_t first = 0;

@@ -48,6 +48,13 @@ struct Problem {
   bool operator==(const Problem&) const = default;
 };
 
+/// Positions start .. start + count - 1.
+struct RowRange {
+  std::int64_t start = 0;
+  std::int64_t count = 0;
+  bool operator==(const RowRange&) const = default;
+};
+
 /// Rows start, start + stride, ... of one head inside one segment.
 struct Strand {
   std::int64_t start = 0;

@@ -1,0 +1,211 @@
+// Which rows of k and v a rank's queries attend to and who owns them: strands cut by shard boundaries, nothing else.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+#include "longspan/error.h"
+#include "longspan/exchange.h"
+#include "plan/row_set.h"
+
+namespace longspan {
+namespace {
+
+/// Rows [begin, end) of a strand that lie in a range of positions.
+struct StrandRows {
+  std::int64_t begin = 0, end = 0;
+};
+StrandRows rows_in(const Strand& strand, const RowRange& range) {
+  const auto index_of = [&](std::int64_t position) {  // of the first row at or behind a position
+    const std::int64_t distance = std::max<std::int64_t>(position - strand.start, 0);
+    return std::min((distance + strand.stride - 1) / strand.stride, strand.count);
+  };
+  return {index_of(range.start), index_of(range.start + range.count)};
+}
+
+/// Calls body(begin, end) for runs of strand rows that queries [rows.begin, rows.end) of the strand attend to.
+template <class Body>
+void for_each_attended(const BranchPlan& branch, std::int64_t head, const Strand& strand, const StrandRows& rows, bool causal, Body&& body) {
+  if (!branch.mask) return body(std::int64_t{0}, causal ? rows.end : strand.count);
+  const std::int64_t size = branch.mask->block_size();
+  std::vector<std::int64_t> ends(static_cast<std::size_t>((strand.count + size - 1) / size), 0);  // per key block; 0: not seen
+  for (std::int64_t block_row = rows.begin / size; block_row * size < rows.end; ++block_row) {
+    const std::int64_t last_query = std::min((block_row + 1) * size, rows.end);
+    for (const std::int64_t column : branch.mask->row(head, block_row)) {
+      if (column * size >= strand.count || (causal && column > block_row)) break;
+      const std::int64_t end = std::min((column + 1) * size, causal ? std::min(last_query, strand.count) : strand.count);
+      ends[static_cast<std::size_t>(column)] = std::max(ends[static_cast<std::size_t>(column)], end);
+    }
+  }
+  for (std::size_t column = 0; column < ends.size(); ++column) {
+    if (ends[column] > 0) body(static_cast<std::int64_t>(column) * size, ends[column]);
+  }
+}
+
+/// Whether queries of `range` in the segment that begins at `begin` may need a row outside the range.
+bool leaves(const RowRange& range, std::int64_t begin, std::int64_t end, bool causal) {
+  return begin < range.start || (!causal && end > range.start + range.count);
+}
+
+/// For each key/value head, the rows that `owner` owns and queries of `rank` attend to.
+std::vector<std::vector<Progression>> needed(const Plan& plan, const Shards& shards, int rank, int owner) {
+  const Problem& problem = plan.problem();
+  const std::int64_t group = problem.heads / problem.kv_heads, tokens = problem.tokens;
+  std::vector<std::vector<Progression>> sets(static_cast<std::size_t>(problem.kv_heads));
+  for (const BranchPlan& branch : plan.branches()) {
+    if (!branch.active(tokens)) continue;
+    for (const RowRange& range : shards.ranges(rank)) {
+      const std::int64_t first_segment = range.start / branch.segment, last_segment = (range.start + range.count - 1) / branch.segment;
+      // Segments between the first and the last lie within the range.
+      for (const std::int64_t segment : std::set<std::int64_t>{first_segment, last_segment}) {
+        const std::int64_t begin = segment * branch.segment, end = std::min(branch.segment, tokens - begin) + begin;
+        if (!leaves(range, begin, end, plan.options().causal)) continue;
+        for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+          const Strand strand = branch.strand(head, segment, tokens);
+          const StrandRows queries = rows_in(strand, range);
+          if (queries.begin == queries.end) continue;
+          for_each_attended(branch, head, strand, queries, plan.options().causal, [&](std::int64_t first, std::int64_t last) {
+            const Progression keys{strand.start + first * strand.stride, strand.stride, last - first};
+            for (const RowRange& theirs : shards.ranges(owner)) {
+              const Progression part = clip(keys, theirs.start, theirs.start + theirs.count);
+              if (part.count > 0) sets[static_cast<std::size_t>(head / group)].push_back(part);
+            }
+          });
+        }
+      }
+    }
+  }
+  return sets;
+}
+
+/// One message: heads that need the same rows share runs.
+std::vector<ExchangeRun> message(std::vector<std::vector<Progression>> sets) {
+  std::vector<ExchangeRun> runs;
+  std::int64_t offset = 0;
+  for (std::vector<Progression>& set : sets) set = disjoint_union(std::move(set));
+  for (std::size_t head = 0; head < sets.size();) {
+    std::size_t next = head + 1;
+    while (next < sets.size() && sets[next] == sets[head]) ++next;
+    for (const Progression& rows : sets[head]) {
+      runs.push_back({static_cast<std::int64_t>(head), static_cast<std::int64_t>(next - head), rows.first, rows.step, rows.count, offset});
+      offset += runs.back().pairs();
+    }
+    head = next;
+  }
+  return runs;
+}
+
+/// (row, key/value head) pairs of other ranks that a gather of whole branches would bring.
+std::int64_t gathered_pairs(const Plan& plan, const Shards& shards, int rank) {
+  const Problem& problem = plan.problem();
+  const std::int64_t group = problem.heads / problem.kv_heads;
+  std::int64_t pairs = 0;
+  for (const BranchPlan& branch : plan.branches()) {
+    if (!branch.active(problem.tokens) || std::min(branch.segment, problem.tokens) <= shards.rows(rank)) continue;
+    std::set<std::pair<std::int64_t, std::int64_t>> strands;  // key/value head and phase
+    for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+      strands.insert({head / group, branch.phase(head)});
+    }
+    for (const auto& [kv_head, phase] : strands) {
+      // Rows of [0, end) with this phase: whole segments, and what is left.
+      const auto rows_before = [&](std::int64_t end) {
+        const std::int64_t size = std::min(branch.segment, problem.tokens);
+        const auto in_segment = [&](std::int64_t rows) { return phase < rows ? (rows - phase - 1) / branch.dilation + 1 : 0; };
+        return size == 0 ? 0 : end / size * in_segment(size) + in_segment(end % size);
+      };
+      pairs += rows_before(problem.tokens);
+      for (const RowRange& own : shards.ranges(rank)) pairs -= rows_before(own.start + own.count) - rows_before(own.start);
+    }
+  }
+  return pairs;
+}
+
+}  // namespace
+
+std::int64_t pairs_of(std::span<const ExchangeRun> runs) {
+  std::int64_t pairs = 0;
+  for (const ExchangeRun& run : runs) pairs += run.pairs();
+  return pairs;
+}
+
+std::vector<ExchangeRun> clip_runs(std::span<const ExchangeRun> runs, std::int64_t begin, std::int64_t end) {
+  std::vector<ExchangeRun> clipped;
+  std::int64_t offset = 0;
+  for (const ExchangeRun& run : runs) {
+    const Progression part = clip({run.first, run.step, run.count}, begin, end);
+    if (part.count == 0) continue;
+    clipped.push_back({run.kv_head, run.kv_heads, part.first, part.step, part.count, offset});
+    offset += clipped.back().pairs();
+  }
+  return clipped;
+}
+
+ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(std::move(shards)), rank_(rank) {
+  const Problem& problem = plan.problem();
+  if (shards_.tokens() != problem.tokens) {
+    throw InvalidArgument("shards", fmt::format("shards of {} tokens for a sequence of {}: they must be equal", shards_.tokens(), problem.tokens));
+  }
+  if (rank < 0 || rank >= shards_.ranks()) {
+    throw InvalidArgument("rank", fmt::format("rank {} of {}: ranks are 0 to {}", rank, shards_.ranks(), shards_.ranks() - 1));
+  }
+  bytes_per_pair_ = 2 * problem.batch * problem.head_dim * size_of(problem.dtype);
+  gradient_bytes_per_pair_ = 2 * problem.batch * problem.head_dim * (problem.dtype == DType::f64 ? 8 : 4);
+  naive_ring_bytes_ = (problem.tokens - shards_.rows(rank)) * problem.kv_heads * bytes_per_pair_;
+  all_gather_bytes_ = gathered_pairs(plan, shards_, rank) * bytes_per_pair_;
+  for (int other = 0; other < shards_.ranks(); ++other) {
+    if (other == rank) continue;
+    ExchangePeer peer;
+    peer.rank = other;
+    peer.receive = message(needed(plan, shards_, rank, other));
+    peer.send = message(needed(plan, shards_, other, rank));
+    peer.receive_pairs = pairs_of(peer.receive);
+    peer.send_pairs = pairs_of(peer.send);
+    if (peer.receive_pairs > 0 || peer.send_pairs > 0) peers_.push_back(std::move(peer));
+  }
+  for (const BranchPlan& branch : plan.branches()) {
+    std::vector<RowRange>& local = local_ranges_.emplace_back();
+    for (const RowRange& range : shards_.ranges(rank)) {
+      std::int64_t begin = range.start, end = range.start + range.count;
+      if (branch.active(problem.tokens)) {
+        const auto segment_end = [&](std::int64_t position) {
+          const std::int64_t first = position / branch.segment * branch.segment;
+          return first + std::min(branch.segment, problem.tokens - first);
+        };
+        if (begin % branch.segment != 0) begin = std::min(segment_end(begin), end);
+        if (!plan.options().causal && end > begin && segment_end(end - 1) > end) end = std::max(begin, (end - 1) / branch.segment * branch.segment);
+      }
+      local.push_back({begin, end - begin});
+    }
+  }
+}
+
+std::int64_t ExchangePlan::send_pairs() const {
+  std::int64_t pairs = 0;
+  for (const ExchangePeer& peer : peers_) pairs += peer.send_pairs;
+  return pairs;
+}
+
+std::int64_t ExchangePlan::receive_pairs() const {
+  std::int64_t pairs = 0;
+  for (const ExchangePeer& peer : peers_) pairs += peer.receive_pairs;
+  return pairs;
+}
+
+std::string ExchangePlan::to_string() const {
+  std::string text = fmt::format("rank {} of {}, {} of {} rows: receives {} bytes, sends {} (naive ring {}, all-gather {})\n", rank_,
+                                 shards_.ranks(), shards_.rows(rank_), shards_.tokens(), bytes_received(), bytes_sent(), naive_ring_bytes_,
+                                 all_gather_bytes_);
+  const auto list = [&](const char* direction, int peer, const std::vector<ExchangeRun>& runs) {
+    for (const ExchangeRun& run : runs) {
+      text += fmt::format("  {} {}: heads {}..{}, rows {} + i * {}, {} of them\n", direction, peer, run.kv_head, run.kv_head + run.kv_heads - 1,
+                          run.first, run.step, run.count);
+    }
+  };
+  for (const ExchangePeer& peer : peers_) {
+    list("from", peer.rank, peer.receive);
+    list("to", peer.rank, peer.send);
+  }
+  return text;
+}
+
+}  // namespace longspan

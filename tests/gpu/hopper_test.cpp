@@ -55,6 +55,12 @@ TEST(HopperChoice, FollowsStrandsAndHeadDim) {
   EXPECT_EQ(shape(Pattern::dense(), 300, 72), "192 x 80 tiles for strands of about 300 rows, head dim as 96, 3 stages");
   EXPECT_EQ(shape(Pattern::dense(), 8192, 128),
             "192 x 80 tiles for strands of about 8192 rows, head dim as 128, 3 stages");
+  EXPECT_EQ(shape(Pattern::dense(), 8192, 136),
+            "128 x 80 tiles for strands of about 8192 rows, head dim as 192, 2 stages");
+  EXPECT_EQ(shape(Pattern::dense(), 60, 256),
+            "128 x 48 tiles for strands of about 60 rows, 2 to a tile, head dim as 256, 2 stages");
+  EXPECT_EQ(shape(Pattern::longnet({2048, 8192}, {1, 2}), 131072, 48),  // branches that merge hold state, too
+            "192 x 128 tiles for strands of about 3072 rows, head dim as 48, 3 stages");
 }
 
 struct Setting {
@@ -88,6 +94,15 @@ std::vector<Setting> settings() {
           {"slide", slide, {1, 2001, 4, 4, 48}, {}, {}},
           {"slide_lengths", slide, {2, 1201, 4, 4, 64}, {1200, 77}, {}},
           {"slide_wide", slide, {1, 1201, 4, 4, 128}, {}, {}},
+          {"slide_d160", slide, {1, 1201, 2, 2, 160}, {}, {}},
+          {"slide_d256", slide, {1, 1201, 4, 2, 256}, {}, {}},
+          {"slide_many", Pattern::longnet({128, 300, 900, 2000}, {1, 2, 3, 4}), {2, 3001, 6, 3, 32}, {}, {}},
+          {"groups_d192", ragged, {1, 2999, 2, 2, 192}, {}, {}},
+          {"groups_d256", groups, {1, 4096, 3, 3, 256}, {}, {}},
+          {"dense_d256", Pattern::dense(), {2, 1501, 2, 1, 256}, {}, {}},
+          {"packed_d256", Pattern::dilated({61, 122}, {1, 2}), {1, 1111, 4, 4, 248}, {}, {}},
+          {"lengths_d256", groups, {2, 2048, 3, 3, 256}, {1777, 300}, {}},
+          {"ranges_d136", ragged, {1, 2999, 2, 2, 136}, {}, {{700, 900}, {2900, 99}}},
           {"slide_ranges", slide, {1, 2001, 4, 4, 48}, {}, {{1000, 1001}, {5, 300}}},
           {"slide_short", Pattern::longnet({64, 300}, {1, 3}), {1, 700, 4, 4, 64}, {}, {}}};
 }
@@ -153,7 +168,7 @@ INSTANTIATE_TEST_SUITE_P(Hopper, HopperForward,
 /// NaN in rows beyond `lengths`, or in one strand, reaches no other strand, although tiles end between strands.
 TEST(HopperValues, NaNStaysInItsStrand) {
   LONGSPAN_NEEDS_HOPPER();
-  for (const std::int64_t head_dim : {64, 128}) {
+  for (const std::int64_t head_dim : {64, 128, 192, 256}) {
     Case c(Pattern::dilated({200, 400}, {1, 2}), with(false), {2, 1000, 2, 2, head_dim}, DType::bf16);
     c.lengths = {1000, 333};
     for (std::int64_t column = 0; column < head_dim; ++column) {
@@ -220,8 +235,6 @@ TEST(HopperRefusals, SayWhy) {
   Problem problem = problem_of(300, 4, 64);
   problem.alignment = 8;
   names(why(problem), "multiples of 16 bytes, here of 8");
-  problem = problem_of(300, 4, 136);
-  names(why(problem), "head dims up to 128, here it is 136");
   problem = problem_of(300, 4, 64);
   problem.has_key_mask = true;
   names(why(problem), "key_mask");

@@ -24,6 +24,7 @@ struct Consumer {
   const HopperLaunch& a;
   const Memory<S> memory;
   typename S::Tasks& tasks;
+  typename S::Shares& shares;
   const int group, thread, lane;
   const int packed_index, first_row;  // of the items taken together the one of this group, and its first row there
   float scores[kKeys / 2];
@@ -41,10 +42,11 @@ struct Consumer {
   int add = 0;  // 0 makes P V start from zero: clearing registers while products run would serialise them
 
   __device__ __forceinline__ Consumer(const HopperLaunch& launch, Memory<S> shared, typename S::Tasks& task_slots,
-                                      int group_index)
+                                      typename S::Shares& row_shares, int group_index)
       : a(launch),
         memory(shared),
         tasks(task_slots),
+        shares(row_shares),
         group(group_index),
         thread(threadIdx.x % kGroupThreads),
         lane(threadIdx.x % kWarpThreads),
@@ -271,88 +273,60 @@ struct Consumer {
         sum[half] == 0.0f ? -LONGSPAN_INFINITY : (finite(largest[half]) + __log2f(sum[half])) * kLn2;
   }
 
-  /// Whether earlier (1) and later (2) branches cover a position. The four threads of a row look at a quarter of them
-  /// each.
-  __device__ __forceinline__ unsigned other_branches(const Task& task, int position) const {
-    unsigned found = 0;
-    for (int b = lane % 4; b < a.base.branch_count; b += 4) {
-      if (b != task.branch && a.base.covered(task.head, position, task.length, b, b + 1))
-        found |= b < task.branch ? 1 : 2;
-    }
-    found |= __shfl_xor_sync(~0u, found, 1);
-    return found | __shfl_xor_sync(~0u, found, 2);
-  }
-
-  /// Until the earlier branches of an item's rows are done: warp 0 looks, one branch for each of its threads.
-  __device__ __forceinline__ void await_earlier(const Task& task) const {
-    if (thread < a.base.work_count) {
-      const cuda::Work& work = a.base.work[thread];
-      if (work.branch >= 0 && work.branch < task.branch && work.range == task.range) {
-        const unsigned expected = static_cast<unsigned>(work.segments * work.tiles * S::kGroups);
-        const unsigned* const counter = a.finished(work.branch, task.range, task.entry, task.head);
-        while (cuda::load_acquire(counter) < expected) __nanosleep(64);
-      }
-    }
-    sync_group();
-  }
-
   /// Takes up what earlier branches left of rows they share with this one, and puts down the state of rows that a later
-  /// one continues. Returns a bit for each of the two rows that none does. Memory is far: all loads come before stores.
-  __device__ __forceinline__ unsigned merge(const Task& task, int row, const float (&correction)[2]) {
-    constexpr int kPairs = kColumns / 8, kAtOnce = kColumns <= 64 ? 2 : 1;
-    const int pairs = (a.base.columns - lane % 4 * 2 + 7) / 8;  // of columns that exist
+  /// one continues. Returns a bit for each of the two rows that none does.
+  __device__ __forceinline__ unsigned merge(const Task& task, std::uint32_t number, int row,
+                                            const float (&correction)[2]) {
+    constexpr int kPairs = kColumns / 8, kPart = kPairs < 8 ? kPairs : 8;  // of columns; not all at once, for registers
+    const int pairs = (a.base.columns - lane % 4 * 2 + 7) / 8;             // that exist
+    const std::int64_t first = a.base.packed_row(task.entry, task.q_row, task.head);
+    wait(memory.state_full(number % kTaskSlots), number / kTaskSlots & 1);
+    unsigned finished = 0;
     unsigned others[2];
-    std::int64_t packed[2];
-    float2 old_sums[2];
+    float2* state[2];
+    float own_factor[2], old_factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = row + 8 * half;
-      others[half] = other_branches(task, task.position + own * task.stride);
-      if (own >= task.rows) others[half] = 0;
-      packed[half] =
-          a.base.packed_row(task.entry, task.q_row + static_cast<std::int64_t>(own) * task.stride, task.head);
+      const float2 found = shares.found[own];
+      const std::int64_t packed = first + static_cast<std::int64_t>(own) * task.stride;
+      others[half] = shares.others[own];
+      state[half] = reinterpret_cast<float2*>(a.base.state + packed * a.base.columns) + lane % 4;
+      const float top = fmaxf(largest[half], found.x), grown = fast_exp2(largest[half] - finite(top));
+      old_factor[half] = fast_exp2(found.x - finite(top));
+      own_factor[half] = correction[half] * grown;
+      largest[half] = top;
+      sum[half] = fmaf(sum[half], grown, found.y * old_factor[half]);
+      if (others[half] & 2) {
+        if (lane % 4 == 0) __stcg(reinterpret_cast<float2*>(a.base.state_sums) + packed, make_float2(top, sum[half]));
+      } else if (own < task.rows) {
+        finished |= 1u << half;
+        write_lse(task, own, half);
+      }
     }
-    await_earlier(task);
+    const std::uint32_t held = memory.state(row) + lane % 4 * 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      old_sums[half] = make_float2(-LONGSPAN_INFINITY, 0.0f);
-      if (others[half] & 1) old_sums[half] = __ldcg(reinterpret_cast<const float2*>(a.base.state_sums) + packed[half]);
-    }
-    unsigned finished = 0;
+    for (int part = 0; part < kPairs; part += kPart) {
+      float2 old[2][kPart];
 #pragma unroll
-    for (int first = 0; first < 2; first += kAtOnce) {
-      float2 old[kAtOnce][kPairs];
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float2* const state = reinterpret_cast<const float2*>(a.base.state + packed[first + i] * a.base.columns);
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          old[i][j] = make_float2(0.0f, 0.0f);
-          if (others[first + i] & 1 && j < pairs) old[i][j] = __ldcg(state + 4 * j + lane % 4);
+        for (int j = 0; j < kPart; ++j) {
+          old[half][j] = make_float2(0.0f, 0.0f);
+          if (!(others[half] & 1) || part + j >= pairs) continue;
+          if constexpr (S::kHoldsState) old[half][j] = load_pair(held + half * 8 * S::kStateRow + (part + j) * 32);
+          else old[half][j] = __ldcg(state[half] + 4 * (part + j));
         }
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int half = first + i, own = row + 8 * half;
-        const float top = fmaxf(largest[half], old_sums[half].x), grown = fast_exp2(largest[half] - finite(top));
-        const float old_factor = fast_exp2(old_sums[half].x - finite(top)), own_factor = correction[half] * grown;
-        largest[half] = top;
-        sum[half] = fmaf(sum[half], grown, old_sums[half].y * old_factor);
-        float2* const state = reinterpret_cast<float2*>(a.base.state + packed[half] * a.base.columns);
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          float& x = out[4 * j + 2 * half];
-          float& y = out[4 * j + 2 * half + 1];
-          x = fmaf(x, own_factor, old[i][j].x * old_factor);
-          y = fmaf(y, own_factor, old[i][j].y * old_factor);
-          if (others[half] & 2 && j < pairs) __stcg(state + 4 * j + lane % 4, make_float2(x, y));
-        }
-        if (others[half] & 2) {
-          if (lane % 4 == 0)
-            __stcg(reinterpret_cast<float2*>(a.base.state_sums) + packed[half], make_float2(top, sum[half]));
-        } else if (own < task.rows) {
-          finished |= 1u << half;
-          write_lse(task, own, half);
+        for (int j = 0; j < kPart; ++j) {
+          float& x = out[4 * (part + j) + 2 * half];
+          float& y = out[4 * (part + j) + 2 * half + 1];
+          x = fmaf(x, own_factor[half], old[half][j].x * old_factor[half]);
+          y = fmaf(y, own_factor[half], old[half][j].y * old_factor[half]);
+          if (others[half] & 2 && part + j < pairs) __stcg(state[half] + 4 * (part + j), make_float2(x, y));
         }
       }
     }
@@ -360,12 +334,13 @@ struct Consumer {
   }
 
   /// Rows go out through the group's own Q tile: a whole tile by the copy engine, others row by row.
-  __device__ __forceinline__ void write(const Task& task, std::uint32_t tile, float (&factor)[2]) {
+  __device__ __forceinline__ void write(const Task& task, std::uint32_t number, std::uint32_t tile,
+                                        float (&factor)[2]) {
     const int warp = thread / kWarpThreads, warp_row = warp * 16, row = warp_row + lane / 4;
     const int rows = task.rows - first_row;
     unsigned finished = (row < rows) | (row + 8 < rows) << 1;
     if constexpr (S::kMerges) {
-      finished = merge(task, first_row + row, factor);
+      finished = merge(task, number, first_row + row, factor);
       factor[0] = factor[1] = 1.0f;
     }
 #pragma unroll
@@ -393,12 +368,10 @@ struct Consumer {
         T* const place = reinterpret_cast<T*>(a.base.out.data) + a.base.out.offset(task.entry, q_row, task.head);
         store_global(place + chunk * 8, words);
       }
-      if constexpr (S::kMerges) __threadfence();
     }
     fence_shared();  // next the copy engine reads this tile, or loads another into its place
     sync_group();
     if (thread != 0) return;
-    if constexpr (S::kMerges) atomicAdd(a.finished(task.branch, task.range, task.entry, task.head), 1u);
     if (!whole) return;
 #pragma unroll
     for (int block = 0; block < S::kBlocks; ++block)
@@ -423,7 +396,8 @@ struct Consumer {
       if (row < task.rows) write_lse(task, row, 0);
       if (row + 8 < task.rows) write_lse(task, row + 8, 1);
     }
-    if (unneeded) {
+    const bool early = unneeded || (!S::kSkipsHolding && (a.base.causal || a.packed > 1));
+    if (early) {
       products_wait<0>();
       release_value(last);
       skip(unneeded);
@@ -440,8 +414,8 @@ struct Consumer {
     if (more) pass_token();
     products_wait<1>();
     pin(out);
-    if (!unneeded) release_value(last);
-    write(task, tile, correction);
+    if (!early) release_value(last);
+    write(task, taken - 1, tile, correction);
     products_wait<0>();
     pin(scores);
     if (more) first_softmax(factor);

@@ -1,7 +1,8 @@
 // Forward on Hopper: one block for each multiprocessor, which takes items (a tile of query rows of one strand) until
 // none is left.
 //   producer   a warp group with few registers: one warp looks up items, one thread lets the copy engine load Q, K, V,
-//              two warps write zeros to rows that no branch covers
+//              two warps write zeros to rows that no branch covers; where branches merge, one of them brings what
+//              earlier branches left of an item's rows instead
 //   consumers  kGroups warp groups of 64 query rows each. S = Q K^T reads both from shared memory, P stays in registers
 //              as the A operand of P V; Q K^T of a tile runs together with P V of the tile before, and the first Q K^T
 //              of the next item under this one's end. A token lets one group at a time start its products.
@@ -20,6 +21,7 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant__ HopperLaunch a) {
   extern __shared__ char raw[];
   __shared__ typename S::Tasks tasks;
+  __shared__ typename S::Shares shares;
   const Memory<S> memory{(cuda::shared_address(raw) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
     for (std::uint32_t slot = 0; slot < S::kQuerySlots; ++slot) {
@@ -27,8 +29,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
       barrier_init(memory.query_free(slot), S::kGroups);
     }
     for (std::uint32_t slot = 0; slot < kTaskSlots; ++slot) {
-      barrier_init(memory.task_full(slot), 1);
+      barrier_init(memory.task_full(slot), kWarpThreads);
       barrier_init(memory.task_free(slot), S::kGroups);
+      barrier_init(memory.state_full(slot), kWarpThreads);
     }
     // Stages are given back warp by warp: nothing is assumed about warps of a group ending together.
     for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {
@@ -39,18 +42,20 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
     }
     publish_barriers();
   }
-  for (std::uint32_t i = threadIdx.x * 16; i < Memory<S>::kZeros; i += S::kThreads * 16)
-    store_zeros(memory.zeros() + i);
+  if constexpr (S::kHasZeros) {
+    for (std::uint32_t i = threadIdx.x * 16; i < Memory<S>::kZeros; i += S::kThreads * 16)
+      store_zeros(memory.zeros() + i);
+  }
   fence_shared();
   __syncthreads();
 
   const int group = uniform(threadIdx.x / kGroupThreads);
   if (group == 0) {
     give_registers<S::kProducerRegisters>();
-    Producer<S>{a, memory, tasks}.run();
+    Producer<S>{a, memory, tasks, shares}.run();
   } else {
     take_registers<S::kConsumerRegisters>();
-    Consumer<S>(a, memory, tasks, group - 1).run();
+    Consumer<S>(a, memory, tasks, shares, group - 1).run();
   }
 }
 
@@ -68,12 +73,18 @@ cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cuda
   const auto is = [&](int columns, int groups, int keys, int stages) {
     return choice.columns == columns && choice.groups == groups && choice.keys == keys && choice.stages == stages;
   };
-  if (is(48, 3, 128, 4)) return run_either.template operator()<48, 3, 128, 4>();
-  if (is(48, 4, 64, 6)) return run_either.template operator()<48, 4, 64, 6>();
-  if (is(64, 3, 128, 4)) return run_either.template operator()<64, 3, 128, 4>();
-  if (is(64, 4, 64, 6)) return run_either.template operator()<64, 4, 64, 6>();
+  if (is(48, 3, 128, 3)) return run.template operator()<true, 48, 3, 128, 3>();
+  if (is(48, 4, 64, 4)) return run.template operator()<true, 48, 4, 64, 4>();
+  if (is(64, 3, 128, 3)) return run.template operator()<true, 64, 3, 128, 3>();
+  if (is(64, 4, 64, 4)) return run.template operator()<true, 64, 4, 64, 4>();
+  if (is(48, 3, 128, 4)) return run.template operator()<false, 48, 3, 128, 4>();
+  if (is(48, 4, 64, 6)) return run.template operator()<false, 48, 4, 64, 6>();
+  if (is(64, 3, 128, 4)) return run.template operator()<false, 64, 3, 128, 4>();
+  if (is(64, 4, 64, 6)) return run.template operator()<false, 64, 4, 64, 6>();
   if (is(96, 3, 80, 3)) return run_either.template operator()<96, 3, 80, 3>();
   if (is(128, 3, 80, 3)) return run_either.template operator()<128, 3, 80, 3>();
+  if (is(192, 2, 80, 2)) return run_either.template operator()<192, 2, 80, 2>();
+  if (is(256, 2, 48, 2)) return run_either.template operator()<256, 2, 48, 2>();
   return cudaErrorInvalidValue;
 }
 

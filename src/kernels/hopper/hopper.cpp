@@ -101,6 +101,7 @@ bool is_whole(const cuda::Launch& base) {
 /// Whether uncovered rows are whole phases of every head, so that boxes of zeros fill them.
 bool fills_by_boxes(const ForwardArguments& a, const cuda::Launch& base) {
   const std::int64_t tokens = a.plan.problem().tokens;
+  if (a.plan.problem().head_dim > kWidestWithZeros) return false;
   if (!base.fill || base.merges || base.lengths || !is_whole(base)) return false;
   if (static_cast<double>(base.batch) * base.heads * static_cast<double>(tokens) > 1e9) return false;
   return std::all_of(a.plan.branches().begin(), a.plan.branches().end(), [&](const BranchPlan& branch) {
@@ -141,7 +142,6 @@ Verdict can_run(const Plan& plan, Pass pass) {
   if (pass == Pass::backward) return no("has the forward only");
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
     return no("multiplies 16-bit numbers, tensors are {}", name_of(problem.dtype));
-  if (problem.head_dim > 128) return no("takes head dims up to 128, here it is {}", problem.head_dim);
   if (problem.alignment < 16)
     return no("loads rows by the copy engine: addresses and strides must be multiples of 16 bytes, here of {}",
               problem.alignment);
@@ -224,11 +224,18 @@ Choice choose(const Plan& plan) {
     longest = std::max(longest, strand);
   }
   choice.strand = pairs > 0 ? static_cast<int>(std::min(rows / pairs, 2e9)) : 0;
-  choice.columns = problem.head_dim <= 48 ? 48 : problem.head_dim <= 64 ? 64 : problem.head_dim <= 96 ? 96 : 128;
-  const bool narrow = choice.columns <= 64, few = narrow && choice.strand <= kShortStrand;
-  choice.groups = few ? 4 : 3;
-  choice.keys = few ? 64 : narrow ? 128 : 80;
-  choice.stages = few ? 6 : narrow ? 4 : 3;
+  const auto set = [&](int groups, int keys, int stages) {
+    choice.groups = groups, choice.keys = keys, choice.stages = stages;
+  };
+  for (const int columns : {48, 64, 96, 128, 192, 256}) {
+    choice.columns = columns;
+    if (problem.head_dim <= columns) break;
+  }
+  if (choice.columns > 192) set(2, 48, 2);
+  else if (choice.columns > 128) set(2, 80, 2);
+  else if (choice.columns > 64) set(3, 80, 3);
+  else if (choice.strand > kShortStrand) set(3, 128, plan.merges_branches() ? 3 : 4);
+  else set(4, 64, plan.merges_branches() ? 4 : 6);
   // Branches that merge wait for one another, which strands of one block must not.
   if (!plan.merges_branches() && longest * 2 <= choice.groups * kGroupRows)
     choice.packed = choice.groups / static_cast<int>(std::ceil(longest / kGroupRows));

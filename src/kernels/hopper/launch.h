@@ -12,8 +12,9 @@
 namespace longspan::hopper {
 
 inline constexpr int kMaxMaps = 16;
-inline constexpr int kGroupRows = 64;     // query rows of a warp group, and of a box of q and out
-inline constexpr int kBlockColumns = 64;  // columns of a box: 128 bytes, which is what the swizzle spans
+inline constexpr int kGroupRows = 64;         // query rows of a warp group, and of a box of q and out
+inline constexpr int kBlockColumns = 64;      // columns of a box: 128 bytes, which is what the swizzle spans
+inline constexpr int kWidestWithZeros = 128;  // head dim up to which shared memory has room for a box of zeros
 
 struct alignas(128) HopperLaunch {
   CUtensorMap q[kMaxMaps], k[kMaxMaps], v[kMaxMaps], out[kMaxMaps];
@@ -29,7 +30,7 @@ struct alignas(128) HopperLaunch {
   bool whole;           // rows of q are all positions in order
   bool fill_boxes;      // uncovered rows are whole phases
 
-  /// Counts warp groups that are done with items of a branch, where branches wait for one another.
+  /// Counts items of a branch that are done, where branches wait for one another.
   LONGSPAN_DEVICE unsigned* finished(int branch, int range, int entry, int head) const {
     return base.finished + ((range * base.branch_count + branch) * base.batch + entry) * base.heads + head;
   }

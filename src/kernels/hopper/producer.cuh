@@ -14,6 +14,7 @@ struct Producer {
   const HopperLaunch& a;
   const Memory<S> memory;
   typename S::Tasks& tasks;
+  typename S::Shares& shares;
 
   /// One off the counter for the whole warp.
   __device__ __forceinline__ unsigned take(int lane) const {
@@ -48,7 +49,7 @@ struct Producer {
                                                 : cuda::queries_of(strand, a.base.ranges[item.range]);
     const int before = item.tile * S::kRows, rows = min(S::kRows, queries.count - before);
     if (rows <= 0) {
-      if constexpr (S::kMerges) atomicAdd(a.finished(item.branch, item.range, item.entry, item.head), S::kGroups);
+      if constexpr (S::kMerges) atomicAdd(a.finished(item.branch, item.range, item.entry, item.head), 1u);
       return;
     }
     const int first = queries.begin + before, q_row = static_cast<int>(queries.q_row) + before * strand.stride;
@@ -75,7 +76,7 @@ struct Producer {
     task.padding = branch.padding(strand, length, a.base.causal);
   }
   /// Looks for work from `item` on: one item of the table, or several whose strands are short, by a thread each.
-  __device__ __forceinline__ void find(unsigned& item, Task (&task)[S::kGroups], int lane) const {
+  __device__ __forceinline__ void find(unsigned& item, Task* task, int lane) const {
     for (;; item = next_item(item, lane)) {
       const bool none = item * a.packed >= a.items;
       int tiles = 0, below = 0, total = 0;
@@ -98,15 +99,91 @@ struct Producer {
     }
   }
 
+  /// Until consumers are done with a task; then later branches are told, in the consumers' stead, since it takes long
+  /// until what they wrote is visible everywhere.
+  __device__ __forceinline__ void await_done(std::uint32_t number, int lane) const {
+    wait(memory.task_free(number % kTaskSlots), number / kTaskSlots & 1);
+    if constexpr (S::kMerges) {
+      const Task& task = tasks[number % kTaskSlots][0];
+      if (lane == 0) {
+        __threadfence();
+        atomicAdd(a.finished(task.branch, task.range, task.entry, task.head), 1u);
+      }
+      __syncwarp();
+    }
+  }
   /// Keeps tasks ready for the loads and for the consumers.
   __device__ __forceinline__ void schedule(int lane) const {
+    const std::uint32_t ahead = static_cast<std::uint32_t>(a.ahead);
     unsigned item = first_item(lane);
     for (std::uint32_t count = 0;; ++count, item = next_item(item, lane)) {
-      const std::uint32_t slot = count % kTaskSlots, ahead = static_cast<std::uint32_t>(a.ahead);
-      if (count >= ahead) wait(memory.task_free((count - ahead) % kTaskSlots), (count - ahead) / kTaskSlots & 1);
+      const std::uint32_t slot = count % kTaskSlots;
+      if (count >= ahead) await_done(count - ahead, lane);
       find(item, tasks[slot], lane);
-      if (lane == 0) arrive(memory.task_full(slot));
-      if (tasks[slot][0].tiles < 0) return;
+      arrive(memory.task_full(slot));
+      if (tasks[slot][0].tiles >= 0) continue;
+      if constexpr (S::kMerges) {
+        for (std::uint32_t number = count < ahead ? 0 : count - ahead + 1; number < count; ++number)
+          await_done(number, lane);
+      }
+      return;
+    }
+  }
+
+  /// Whether earlier (1) and later (2) branches cover a row of a task.
+  __device__ __forceinline__ unsigned other_branches(const Task& task, int row) const {
+    if (row >= task.rows) return 0;
+    const int position = task.position + row * task.stride;
+    return a.base.covered(task.head, position, task.length, 0, task.branch) |
+           a.base.covered(task.head, position, task.length, task.branch + 1, a.base.branch_count) << 1;
+  }
+  /// Until the earlier branches of a task's rows are done, one of them for each thread.
+  __device__ __forceinline__ void await_earlier(const Task& task, int lane) const {
+    static_assert(cuda::kMaxWork <= kWarpThreads);
+    if (lane < a.base.work_count) {
+      const cuda::Work& work = a.base.work[lane];
+      if (work.branch >= 0 && work.branch < task.branch && work.range == task.range) {
+        const unsigned expected = static_cast<unsigned>(work.segments * work.tiles);
+        const unsigned* const counter = a.finished(work.branch, task.range, task.entry, task.head);
+        while (cuda::load_acquire(counter) < expected) __nanosleep(64);
+      }
+    }
+    __syncwarp();
+  }
+  /// Brings what earlier branches left of each task's rows, while consumers compute what this one adds.
+  __device__ __forceinline__ void bring_state(int lane) const {
+    constexpr int kEach = S::kRows / kWarpThreads;  // rows of a thread
+    for (std::uint32_t number = 0;; ++number) {
+      const std::uint32_t slot = number % kTaskSlots, full = memory.state_full(slot);
+      wait(memory.task_full(slot), number / kTaskSlots & 1);
+      const Task& task = tasks[slot][0];
+      if (task.tiles < 0) return;
+      unsigned others = 0;  // two bits for each of this thread's rows
+      int count = 0;
+#pragma unroll 1
+      for (int i = 0; i < kEach; ++i) {
+        const unsigned found = other_branches(task, i * kWarpThreads + lane);
+        count += __popc(__ballot_sync(~0u, found & 1));
+        others |= found << 2 * i;
+      }
+      await_earlier(task, lane);
+      // One buffer: the consumers must be done with the task before.
+      if (number > 0) wait(memory.task_free((number - 1) % kTaskSlots), (number - 1) / kTaskSlots & 1);
+      fence_memory();  // other blocks wrote the state, consumers read the buffer; now the copy engine does both
+      std::int64_t packed = a.base.packed_row(task.entry, task.q_row + lane * task.stride, task.head);
+#pragma unroll 2
+      for (int i = 0, row = lane; i < kEach; ++i, row += kWarpThreads, packed += kWarpThreads * task.stride) {
+        float2 found = make_float2(-LONGSPAN_INFINITY, 0.0f);
+        if (others >> 2 * i & 1) {
+          if constexpr (S::kHoldsState)
+            load_bytes(memory.state(row), a.base.state + packed * a.base.columns, a.base.columns * 4, full);
+          found = __ldcg(reinterpret_cast<const float2*>(a.base.state_sums) + packed);
+        }
+        shares.found[row] = found;
+        shares.others[row] = others >> 2 * i & 3;
+      }
+      if (lane == 0 && S::kHoldsState) arrive_and_expect(full, count * a.base.columns * 4);
+      else arrive(full);
     }
   }
 
@@ -238,18 +315,20 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() const {
-    constexpr unsigned kFillWarps = 2;
+    constexpr unsigned kFirstFill = S::kMerges ? 3 : 2, kFillWarps = 4 - kFirstFill;
     const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
     if (warp == 0) {
       if (lane == 0) load();
     } else if (warp == 1) {
       schedule(lane);
-    } else if (a.fill_boxes) {
+    } else if (S::kMerges && warp == 2) {
+      if constexpr (S::kMerges) bring_state(lane);
+    } else if (S::kHasZeros && a.fill_boxes) {
       if (warp == 2) fill_lse(blockIdx.x, gridDim.x, lane);
       else if (lane == 0) fill_boxes();
     } else {
 #pragma unroll 1
-      for (unsigned i = (warp - kFillWarps) * gridDim.x + blockIdx.x; i < a.fill_items; i += kFillWarps * gridDim.x)
+      for (unsigned i = (warp - kFirstFill) * gridDim.x + blockIdx.x; i < a.fill_items; i += kFillWarps * gridDim.x)
         cuda::fill_uncovered<T>(a.base, a.base.decode(a.items + i), 0, 1);
     }
   }

@@ -68,6 +68,19 @@ __device__ __forceinline__ void store_box_once(const CUtensorMap* map, std::uint
       "r"(source), "r"(p.column), "r"(p.index), "r"(p.phase), "r"(p.head), "r"(p.entry), "l"(policy)
       : "memory");
 }
+/// Bytes in a row, without a map; addresses and size are multiples of 16.
+__device__ __forceinline__ void load_bytes(std::uint32_t target, const void* source, std::uint32_t bytes,
+                                           std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(target),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+/// Adds floats in a row to memory.
+__device__ __forceinline__ void add_bytes(float* target, std::uint32_t source, std::uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(target), "r"(source),
+               "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 /// Until all but kPending groups of stores have read their shared memory.
 template <int kPending>
@@ -77,6 +90,8 @@ __device__ __forceinline__ void wait_stores_read() {
 __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
 /// What threads wrote to shared memory becomes visible to the copy engine and to matrix products.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+/// The same for all memory, both ways.
+__device__ __forceinline__ void fence_memory() { asm volatile("fence.proxy.async;\n" ::: "memory"); }
 
 // Memory by address.
 __device__ __forceinline__ void store_word(std::uint32_t address, std::uint32_t value) {
@@ -84,6 +99,20 @@ __device__ __forceinline__ void store_word(std::uint32_t address, std::uint32_t 
 }
 __device__ __forceinline__ void store_zeros(std::uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};\n" ::"r"(address), "r"(0) : "memory");
+}
+__device__ __forceinline__ void store_floats(std::uint32_t address, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+/// Four blocks of 8 by 8, a row of each from the address that a thread names.
+__device__ __forceinline__ void store_blocks(std::uint32_t address, const std::uint32_t* words) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+__device__ __forceinline__ float2 load_pair(std::uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "r"(address));
+  return value;
 }
 __device__ __forceinline__ uint4 load_words(std::uint32_t address) {
   uint4 value;

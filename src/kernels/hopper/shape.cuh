@@ -19,27 +19,41 @@ struct Shape {
   static constexpr bool kMerges = kMergesValue;
   static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
   static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kGroups + 1);
-  static constexpr int kQuerySlots = kGroups == 4 ? 3 : 2;  // short strands need Q early
+  static constexpr int kQuerySlots = kGroups == 4 && !kMerges ? 3 : 2;  // short strands need Q early
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
   // Blocks of 64 columns: rows of 128 bytes, one block after the other.
   static constexpr std::uint32_t kQueryBlock = kGroupRows * 128, kGroupBytes = kQueryBlock * kBlocks;
   static constexpr std::uint32_t kQueryBytes = kGroupBytes * kGroups;
   static constexpr std::uint32_t kKeyBlock = kKeys * 128, kKeyBytes = kKeyBlock * kBlocks;
   // After setmaxnreg the groups together may hold what they were launched with: 65536 / kThreads, in steps of 8.
-  static constexpr int kConsumerRegisters = kGroups == 4 ? 112 : 160, kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = kGroups == 4 ? 112 : kGroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
   static_assert(kGroups * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * (kGroups + 1));
-  // A group hands on stages it does not need while it holds one of V: those must not fill the ring.
-  static_assert((kGroups - 1) * kGroupRows / kKeys + 1 < kStages);
-  using Tasks = Task[kTaskSlots][kGroups];
+  // Tiles that a group hands on without need before its own; whether it may still hold a stage of V meanwhile.
+  static constexpr int kMostSkipped = ((kGroups - 1) * kGroupRows + kKeys - 1) / kKeys;
+  static constexpr bool kSkipsHolding = kMostSkipped < kStages;
+  static constexpr bool kHasZeros = !kMerges && kColumns <= kWidestWithZeros;
+  // What earlier branches left of an item's rows is brought to shared memory where there is room. Rows are kept apart
+  // by 32 bytes, so that four of them are in different banks.
+  static constexpr bool kHoldsState = kMerges && kColumns <= 64;
+  static constexpr std::uint32_t kStateRow = kColumns * 4 + 32;
+  using Tasks = Task[kTaskSlots][kMerges ? 1 : kGroups];
+  /// How rows of an item are shared between branches: maximum and sum that earlier ones left, and whether there are
+  /// earlier (1) and later ones (2).
+  struct Shares {
+    float2 found[kMerges ? kRows : 1];
+    unsigned char others[kMerges ? kRows : 1];
+  };
 };
 
 /// Addresses in shared memory.
 template <class S>
 struct Memory {
-  static constexpr std::uint32_t kZeros = kGroupRows * 128;
-  static constexpr std::uint32_t kBarriers = 8 * (2 * S::kQuerySlots + 4 * S::kStages + 2 * kTaskSlots);
-  static constexpr int kBytes =
-      static_cast<int>(1024 + S::kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kBarriers);
+  static constexpr std::uint32_t kZeros = S::kHasZeros ? kGroupRows * 128 : 0;
+  static constexpr std::uint32_t kState = S::kHoldsState ? S::kRows * S::kStateRow : 0;
+  static constexpr std::uint32_t kBarriers = 8 * (2 * S::kQuerySlots + 4 * S::kStages + 3 * kTaskSlots);
+  static constexpr int kBytes = static_cast<int>(1024 + S::kQuerySlots * S::kQueryBytes +
+                                                 2 * S::kStages * S::kKeyBytes + kZeros + kState + kBarriers);
   std::uint32_t base;
 
   __device__ __forceinline__ std::uint32_t queries(std::uint32_t slot) const { return base + slot * S::kQueryBytes; }
@@ -48,7 +62,12 @@ struct Memory {
   }
   __device__ __forceinline__ std::uint32_t values(std::uint32_t stage) const { return keys(S::kStages + stage); }
   __device__ __forceinline__ std::uint32_t zeros() const { return keys(2 * S::kStages); }
-  __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const { return zeros() + kZeros + 8 * index; }
+  __device__ __forceinline__ std::uint32_t state(std::uint32_t row) const {
+    return zeros() + kZeros + row * S::kStateRow;
+  }
+  __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const {
+    return zeros() + kZeros + kState + 8 * index;
+  }
   __device__ __forceinline__ std::uint32_t query_full(std::uint32_t slot) const { return barrier(slot); }
   __device__ __forceinline__ std::uint32_t query_free(std::uint32_t slot) const {
     return barrier(S::kQuerySlots + slot);
@@ -58,6 +77,9 @@ struct Memory {
   }
   __device__ __forceinline__ std::uint32_t task_full(std::uint32_t slot) const { return ring(4, slot); }
   __device__ __forceinline__ std::uint32_t task_free(std::uint32_t slot) const { return ring(4, kTaskSlots + slot); }
+  __device__ __forceinline__ std::uint32_t state_full(std::uint32_t slot) const {
+    return ring(4, 2 * kTaskSlots + slot);
+  }
   __device__ __forceinline__ std::uint32_t key_full(std::uint32_t stage) const { return ring(0, stage); }
   __device__ __forceinline__ std::uint32_t key_free(std::uint32_t stage) const { return ring(1, stage); }
   __device__ __forceinline__ std::uint32_t value_full(std::uint32_t stage) const { return ring(2, stage); }

@@ -1,5 +1,4 @@
-// Chooses the backward instantiation: head dims as forward_start.cuh has them, but float32 stops at 128. dq in a pass
-// of its own has them as 64, 128 and, with features, 256.
+// Chooses the backward instantiation: head dims as with_head_dim has them, 48, 96 and 256 for 16-bit types only.
 #pragma once
 
 #include "kernels/cuda/backward_queries_mma.cuh"
@@ -7,6 +6,9 @@
 #include "kernels/cuda/start.cuh"
 
 namespace longspan::cuda {
+
+template <class Math>
+inline constexpr int kWidestBackward = kWide<Math> ? 128 : 256;
 
 template <class Math>
 cudaError_t start_backward(const Launch& launch, bool features, cudaStream_t stream) {
@@ -27,19 +29,7 @@ cudaError_t start_backward(const Launch& launch, bool features, cudaStream_t str
     if (launch.compact)
       return features ? run_compact.template operator()<true>() : run_compact.template operator()<false>();
   }
-  if (!features) {
-    if constexpr (!kWide<Math>) {
-      if (launch.columns <= 48) return run.template operator()<48, false>();
-      if (launch.columns > 64 && launch.columns <= 96) return run.template operator()<96, false>();
-    }
-    if (launch.columns <= 64) return run.template operator()<64, false>();
-    if (launch.columns <= 128) return run.template operator()<128, false>();
-  }
-  if (launch.columns <= 64) return run.template operator()<64, true>();
-  if constexpr (!kWide<Math>) {
-    if (launch.columns > 128) return run.template operator()<256, true>();
-  }
-  return run.template operator()<128, true>();
+  return with_head_dim<!kWide<Math>, kWidestBackward<Math>>(launch.columns, features, run);
 }
 
 template <class Math>
@@ -50,13 +40,7 @@ cudaError_t start_backward_queries(const Launch& launch, bool features, cudaStre
     static_assert(Shape::kSharedBytes <= backward_shared_bytes(kWide<Math>, kColumns));
     return start<&backward_queries_mma<Shape>>(launch.items, Shape::kThreads, Shape::kSharedBytes, stream, launch);
   };
-  if (!features && launch.columns <= 64) return run.template operator()<64, false>();
-  if (!features && launch.columns <= 128) return run.template operator()<128, false>();
-  if (launch.columns <= 64) return run.template operator()<64, true>();
-  if constexpr (!kWide<Math>) {
-    if (launch.columns > 128) return run.template operator()<256, true>();
-  }
-  return run.template operator()<128, true>();
+  return with_head_dim<false, kWidestBackward<Math>>(launch.columns, features, run);
 }
 
 }  // namespace longspan::cuda

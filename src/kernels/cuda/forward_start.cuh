@@ -1,5 +1,4 @@
-// Chooses the forward instantiation: for 16-bit types head dims up to 48, 64, 96 and 128 lean, and up to 64, 128 and
-// 256 with every feature; for float32 64 and 128 lean, the same three with every feature.
+// Chooses the forward instantiation: head dims as with_head_dim has them, 48 and 96 for 16-bit types only.
 #pragma once
 
 #include "kernels/cuda/forward_mma.cuh"
@@ -17,17 +16,7 @@ cudaError_t start_forward(const Launch& launch, bool features, cudaStream_t stre
     static_assert(Tile::kSharedBytes <= forward_shared_bytes(kWide<Math>, kColumns));
     return start<&forward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
   };
-  if (!features) {
-    if constexpr (!kWide<Math>) {
-      if (launch.columns <= 48) return run.template operator()<48, false>();
-      if (launch.columns > 64 && launch.columns <= 96) return run.template operator()<96, false>();
-    }
-    if (launch.columns <= 64) return run.template operator()<64, false>();
-    if (launch.columns <= 128) return run.template operator()<128, false>();
-  }
-  if (launch.columns <= 64) return run.template operator()<64, true>();
-  if (launch.columns <= 128) return run.template operator()<128, true>();
-  return run.template operator()<256, true>();
+  return with_head_dim<!kWide<Math>, 256>(launch.columns, features, run);
 }
 
 }  // namespace longspan::cuda

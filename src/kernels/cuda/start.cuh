@@ -1,5 +1,5 @@
-// Starting a kernel: the storage type becomes a template argument, and shared memory beyond a default of 48 KB (static
-// included) has to be asked for, once per device.
+// Starting a kernel: storage type and head dim become template arguments, and shared memory beyond a default of 48 KB
+// (static included) has to be asked for, once per device.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,6 +18,25 @@ cudaError_t with_storage(DType dtype, Body&& body) {
   if (dtype == DType::f32) return body.template operator()<float>();
   if (dtype == DType::bf16) return body.template operator()<__nv_bfloat16>();
   return body.template operator()<__half>();
+}
+
+/// Calls run<head dim, features> with the narrowest instantiation that holds `columns`: lean up to 64 and 128 (kFine:
+/// 48 and 96 too), with features up to 64, 128 and kWidest.
+template <bool kFine, int kWidest, class Run>
+cudaError_t with_head_dim(int columns, bool features, const Run& run) {
+  if (!features) {
+    if constexpr (kFine) {
+      if (columns <= 48) return run.template operator()<48, false>();
+      if (columns > 64 && columns <= 96) return run.template operator()<96, false>();
+    }
+    if (columns <= 64) return run.template operator()<64, false>();
+    if (columns <= 128) return run.template operator()<128, false>();
+  }
+  if (columns <= 64) return run.template operator()<64, true>();
+  if constexpr (kWidest > 128) {
+    if (columns > 128) return run.template operator()<kWidest, true>();
+  }
+  return run.template operator()<128, true>();
 }
 
 template <auto kKernel, class... Arguments>

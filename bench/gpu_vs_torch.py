@@ -4,7 +4,8 @@
 Ours: the torch operator (longspan.torch.attention), with whatever kernels this build has; their names are recorded.
 Peers: what a PyTorch user composes from slices and scaled_dot_product_attention (cuDNN or flash, with copies or on
 strided views) or, for patterns that mix branches, from flash and its softmax sums; the fastest of them is timed beside
-ours. The error of both is taken against float64 on the same inputs.
+ours, and where that one is compiled, so is the fastest of the eager ones. The error of ours and of the fastest is taken
+against float64 on the same inputs.
 
     python bench/gpu_vs_torch.py --json bench/results/h200_vs_torch.json
     python bench/gpu_vs_torch.py --quick 'dilated*' memory linear
@@ -35,6 +36,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+COMPILED = "compiled "  # how names of peers begin that torch.compile makes
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -119,7 +121,7 @@ def peers(row: Row, quick: bool) -> dict[str, Callable[..., Tensor]]:
     if row.mixed:
         attend = longnet_composition(row.segments, row.dilations)
         names = {"flash composition": attend}
-        return names if quick else {**names, "compiled flash composition": torch.compile(attend, dynamic=False)}
+        return names if quick else {**names, f"{COMPILED}flash composition": torch.compile(attend, dynamic=False)}
 
     def on(backend: SDPBackend, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*qkv: Tensor) -> Tensor:
@@ -261,12 +263,18 @@ def measure_row(row: Row, quick: bool, kernel: str) -> dict[str, object]:
     totals = row.plan().totals
     for step, peer_name in best.items():
         attends = {"longspan": ours, "peer": able[peer_name]}
+        if peer_name.startswith(COMPILED):
+            eager = [name for name in able if not name.startswith(COMPILED)]
+            attends["eager_peer"] = able[min(eager, key=lambda name: candidates[name][step])]
         times = take_turns({name: steps(attend, inputs)[step] for name, attend in attends.items()}, quick)
         flops = totals["forward_flops"] + (totals["backward_flops"] if step == "forward_backward" else 0)
         for kind in ("burst", "sustained"):
             for name in attends:
                 times[name][f"{kind}_tflops"] = flops / times[name][f"{kind}_ms"] * 1e-9
             times[f"{kind}_times_faster"] = times["peer"][f"{kind}_ms"] / times["longspan"][f"{kind}_ms"]
+            if "eager_peer" in times:
+                ratio = times["eager_peer"][f"{kind}_ms"] / times["longspan"][f"{kind}_ms"]
+                times[f"{kind}_times_faster_than_eager"] = ratio
         result[step] = times
     for kind in ("burst_ms", "sustained_ms"):
         backward = result["forward_backward"]["longspan"][kind] - result["forward"]["longspan"][kind]
@@ -346,13 +354,16 @@ def headline(result: dict) -> str:
         return f"{name:24} {result['error']}"
     forward, both = result["forward"], result["forward_backward"]
     worst = max(result["error_over_peer"].values())
+    than_eager = ""
+    if "burst_times_faster_than_eager" in forward:
+        than_eager = f" ({forward['burst_times_faster_than_eager']:.2f} than eager)"
     return (
         f"{name:24} {forward['longspan']['burst_ms']:8.3f} {forward['longspan']['burst_tflops']:5.0f}"
         f" {forward['peer']['burst_ms']:8.3f}"
         f" {forward['burst_times_faster']:5.2f} {forward['sustained_times_faster']:5.2f}"
         f"  {both['longspan']['burst_ms']:8.3f} {result['backward_burst_tflops']:5.0f}"
         f" {both['peer']['burst_ms']:8.3f} {both['burst_times_faster']:5.2f} {both['sustained_times_faster']:5.2f}"
-        f"  {worst:5.2f}  {result['kernels']['forward']}, {result['peers']['forward']}"
+        f"  {worst:5.2f}  {result['kernels']['forward']}, {result['peers']['forward']}{than_eager}"
     )
 
 

@@ -3,6 +3,7 @@
 
 #include "longspan/attention.h"
 #include "longspan/block_mask.h"
+#include "longspan/block_pattern.h"
 #include "longspan/error.h"
 #include "longspan/memory.h"
 #include "longspan/pattern.h"

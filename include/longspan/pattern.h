@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "longspan/block_mask.h"
+#include "longspan/block_pattern.h"
 #include "longspan/export.h"
 
 namespace longspan {
@@ -27,7 +27,7 @@ enum class LongSegments : std::uint8_t { clip, skip };
 struct Branch {
   std::int64_t segment = kWholeSequence;
   std::int64_t dilation = 1;
-  std::optional<BlockMask> mask;  ///< in strand coordinates; none means every pair of the strand
+  std::optional<BlockPattern> mask;  ///< in strand coordinates; none means every pair of the strand
   bool operator==(const Branch&) const = default;
 };
 
@@ -41,8 +41,8 @@ class LONGSPAN_API Pattern {
   /// LongNet: every branch on all heads, mixed by one softmax.
   static Pattern longnet(const std::vector<std::int64_t>& segments, const std::vector<std::int64_t>& dilations,
                          PhaseRule phase = PhaseRule::paper);
-  /// One branch over the whole sequence with a block mask.
-  static Pattern block_sparse(BlockMask mask);
+  /// One branch over the whole sequence with a block mask, structured or the caller's own.
+  static Pattern block_sparse(BlockPattern mask);
   /// Reads the text that to_string() prints; the leading version may be left out. Throws InvalidArgument.
   static Pattern parse(std::string_view text);
 
@@ -50,7 +50,7 @@ class LONGSPAN_API Pattern {
   Pattern with_pad_keys(bool pad_keys = true) const;
   Pattern with_long_segments(LongSegments policy) const;
   Pattern with_output_scale(double output_scale) const;
-  Pattern with_mask(std::size_t branch, BlockMask mask) const;
+  Pattern with_mask(std::size_t branch, BlockPattern mask) const;
 
   const std::vector<Branch>& branches() const { return branches_; }
   HeadAssignment assignment() const { return assignment_; }

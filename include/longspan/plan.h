@@ -74,7 +74,11 @@ struct BranchPlan {
   bool skip_if_longer = false;       ///< policy skip: the branch vanishes for sequences shorter than its segment
   bool pad_keys = false;
   std::optional<BlockMask> mask;
+  std::int64_t mask_entry_heads = 0;  ///< H where batch entries have masks of their own, else 0
+  double adaptive_density = 0;        ///< above 0: each call chooses the mask from its data; until then it keeps nothing
 
+  /// Which of the mask's heads serves a head of a batch entry.
+  std::int64_t mask_head(std::int64_t entry, std::int64_t head) const { return entry * mask_entry_heads + head; }
   bool owns(std::int64_t head) const { return head >= head_begin && head < head_begin + head_count; }
   std::int64_t phase(std::int64_t head) const {
     if (fixed_phase >= 0) return fixed_phase;
@@ -117,6 +121,9 @@ class LONGSPAN_API Plan {
   /// Whether some row may be covered by several branches, whose results are then merged in branch order.
   bool merges_branches() const { return merges_branches_; }
 
+  /// The same plan with another block mask of one branch (1, H or B * H heads). Throws InvalidArgument.
+  Plan with_mask(std::size_t branch, BlockMask mask) const;
+
   /// Work items of a kernel that gives each item up to `query_tile` rows of one strand.
   double items(std::int64_t query_tile) const;
   /// pairs, FLOPs and bytes when queries are all positions.
@@ -135,6 +142,8 @@ class LONGSPAN_API Plan {
 
  private:
   friend class PlanCompiler;
+  void make_mask(std::size_t branch, const BlockPattern& blocks);
+
   Pattern pattern_;
   Options options_;
   Problem problem_;

@@ -1,11 +1,14 @@
-// Block masks: compressed row lists, checked when they are made.
+// Block masks: compressed row lists, checked when they are made; transposed lists and hash when first asked for.
 #include "longspan/block_mask.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
+#include <mutex>
 
 #include "longspan/error.h"
+#include "pattern/block_size.h"
 #include "util/hash.h"
 
 namespace longspan {
@@ -16,15 +19,43 @@ struct BlockMask::Lists {
   std::int64_t blocks = 0;
   std::vector<std::int64_t> offsets;  // heads * blocks + 1
   std::vector<std::int32_t> columns;
-  std::uint64_t hash = 0;
+
+  mutable std::once_flag transposed, hashed;
+  mutable std::vector<std::int64_t> row_offsets;  // the transposed lists: block rows of each key block
+  mutable std::vector<std::int32_t> rows;
+  mutable std::uint64_t hash = 0;
+
+  void transpose() const {
+    row_offsets.assign(offsets.size(), 0);
+    rows.resize(columns.size());
+    for (std::int64_t head = 0; head < heads; ++head) {
+      std::int64_t* const counts = row_offsets.data() + head * blocks;  // first counts, then places, then ends
+      for (std::int64_t i = offsets[at(head, 0)]; i < offsets[at(head + 1, 0)]; ++i) ++counts[columns[static_cast<std::size_t>(i)] + 1];
+      counts[0] = offsets[at(head, 0)];
+      for (std::int64_t block = 0; block < blocks; ++block) counts[block + 1] += counts[block];
+    }
+    std::vector<std::int64_t> next(row_offsets.begin(), row_offsets.end() - 1);
+    for (std::int64_t head = 0; head < heads; ++head) {
+      for (std::int64_t row = 0; row < blocks; ++row) {
+        for (std::int64_t i = offsets[at(head, row)]; i < offsets[at(head, row) + 1]; ++i) {
+          rows[static_cast<std::size_t>(next[at(head, columns[static_cast<std::size_t>(i)])]++)] = static_cast<std::int32_t>(row);
+        }
+      }
+    }
+  }
+  std::size_t at(std::int64_t head, std::int64_t block) const { return static_cast<std::size_t>(head * blocks + block); }
 };
+
+void check_block_size(int block_size) {
+  if (block_size != 16 && block_size != 32 && block_size != 64 && block_size != 128) {
+    throw InvalidArgument("block_size", fmt::format("block_size {}: use 16, 32, 64 or 128", block_size));
+  }
+}
 
 namespace {
 
 void check_header(int block_size, std::int64_t heads, std::int64_t blocks) {
-  if (block_size != 16 && block_size != 32 && block_size != 64 && block_size != 128) {
-    throw InvalidArgument("block_size", fmt::format("block_size {}: use 16, 32, 64 or 128", block_size));
-  }
+  check_block_size(block_size);
   if (heads < 1) throw InvalidArgument("heads", fmt::format("block mask has {} heads: give 1, or one per head", heads));
   // Columns are int32, and heads * blocks must count rows without overflow.
   constexpr std::int64_t kMostRows = std::int64_t{1} << 40;
@@ -37,24 +68,34 @@ void check_header(int block_size, std::int64_t heads, std::int64_t blocks) {
 
 BlockMask::BlockMask(std::shared_ptr<const Lists> lists) : lists_(std::move(lists)) {}
 
-BlockMask BlockMask::from_rows(int block_size, std::int64_t heads, std::int64_t blocks,
-                               const std::vector<std::vector<std::int32_t>>& rows) {
-  check_header(block_size, heads, blocks);
-  if (static_cast<std::int64_t>(rows.size()) != heads * blocks) {
-    throw InvalidArgument("rows", fmt::format("rows has {} lists: give heads * blocks = {}", rows.size(), heads * blocks));
-  }
+BlockMask BlockMask::trusted(int block_size, std::int64_t heads, std::int64_t blocks, std::vector<std::int64_t> offsets,
+                             std::vector<std::int32_t> columns) {
   auto lists = std::make_shared<Lists>();
   lists->block_size = block_size;
   lists->heads = heads;
   lists->blocks = blocks;
-  lists->offsets.reserve(rows.size() + 1);
-  lists->offsets.push_back(0);
-  Hasher hasher;
-  hasher.add(static_cast<std::uint64_t>(block_size));
-  hasher.add(static_cast<std::uint64_t>(heads));
-  for (std::size_t i = 0; i < rows.size(); ++i) {
+  lists->offsets = std::move(offsets);
+  lists->columns = std::move(columns);
+  return BlockMask(std::move(lists));
+}
+
+BlockMask BlockMask::from_lists(int block_size, std::int64_t heads, std::int64_t blocks, std::vector<std::int64_t> offsets,
+                                std::vector<std::int32_t> columns) {
+  check_header(block_size, heads, blocks);
+  if (static_cast<std::int64_t>(offsets.size()) != heads * blocks + 1) {
+    throw InvalidArgument("offsets", fmt::format("offsets has {} entries: give heads * blocks + 1 = {}", offsets.size(), heads * blocks + 1));
+  }
+  if (offsets.front() != 0 || offsets.back() != static_cast<std::int64_t>(columns.size())) {
+    throw InvalidArgument("offsets", fmt::format("offsets run from {} to {}: they must run from 0 to the number of columns, {}", offsets.front(),
+                                                 offsets.back(), columns.size()));
+  }
+  for (std::size_t i = 0; i + 1 < offsets.size(); ++i) {
+    if (offsets[i] > offsets[i + 1] || offsets[i + 1] > offsets.back()) {
+      throw InvalidArgument("offsets", fmt::format("offsets[{}] is {} after {}: offsets ascend", i + 1, offsets[i + 1], offsets[i]));
+    }
     std::int64_t previous = -1;
-    for (const std::int32_t column : rows[i]) {
+    for (std::int64_t entry = offsets[i]; entry < offsets[i + 1]; ++entry) {
+      const std::int32_t column = columns[static_cast<std::size_t>(entry)];
       if (column < 0 || column >= blocks) {
         throw InvalidArgument("rows", fmt::format("rows[{}] names block {}: blocks are 0 to {}", i, column, blocks - 1));
       }
@@ -63,32 +104,52 @@ BlockMask BlockMask::from_rows(int block_size, std::int64_t heads, std::int64_t 
                                                   i, column, previous));
       }
       previous = column;
-      lists->columns.push_back(column);
-      hasher.add(static_cast<std::uint64_t>(column));
     }
-    hasher.add(static_cast<std::uint64_t>(rows[i].size()));
-    lists->offsets.push_back(static_cast<std::int64_t>(lists->columns.size()));
   }
-  lists->hash = hasher.value();
-  return BlockMask(std::move(lists));
+  return trusted(block_size, heads, blocks, std::move(offsets), std::move(columns));
+}
+
+BlockMask BlockMask::from_rows(int block_size, std::int64_t heads, std::int64_t blocks,
+                               const std::vector<std::vector<std::int32_t>>& rows) {
+  check_header(block_size, heads, blocks);
+  if (static_cast<std::int64_t>(rows.size()) != heads * blocks) {
+    throw InvalidArgument("rows", fmt::format("rows has {} lists: give heads * blocks = {}", rows.size(), heads * blocks));
+  }
+  std::vector<std::int64_t> offsets = {0};
+  std::vector<std::int32_t> columns;
+  for (const auto& row : rows) {
+    columns.insert(columns.end(), row.begin(), row.end());
+    offsets.push_back(static_cast<std::int64_t>(columns.size()));
+  }
+  return from_lists(block_size, heads, blocks, std::move(offsets), std::move(columns));
 }
 
 BlockMask BlockMask::from_dense(int block_size, std::int64_t heads, std::int64_t blocks,
                                 std::span<const std::uint8_t> dense) {
   check_header(block_size, heads, blocks);
   if (static_cast<double>(dense.size()) != static_cast<double>(heads) * static_cast<double>(blocks) * static_cast<double>(blocks)) {
-    throw InvalidArgument("dense", fmt::format("dense mask has {} entries: {} heads of {} x {} blocks need {}", dense.size(),
+    throw InvalidArgument("dense", fmt::format("dense has {} entries: {} heads of {} x {} blocks need {}", dense.size(),
                                                heads, blocks, blocks, heads * blocks * blocks));
   }
-  std::vector<std::vector<std::int32_t>> rows(static_cast<std::size_t>(heads * blocks));
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    for (std::int64_t column = 0; column < blocks; ++column) {
-      if (dense[i * static_cast<std::size_t>(blocks) + static_cast<std::size_t>(column)]) {
-        rows[i].push_back(static_cast<std::int32_t>(column));
-      }
+  std::vector<std::int64_t> offsets = {0};
+  std::vector<std::int32_t> columns;
+  for (std::size_t i = 0; i < dense.size(); ++i) {
+    const std::int64_t column = static_cast<std::int64_t>(i) % blocks;
+    if (dense[i]) columns.push_back(static_cast<std::int32_t>(column));
+    if (column == blocks - 1) offsets.push_back(static_cast<std::int64_t>(columns.size()));
+  }
+  return trusted(block_size, heads, blocks, std::move(offsets), std::move(columns));
+}
+
+std::vector<std::uint8_t> BlockMask::to_dense() const {
+  std::vector<std::uint8_t> dense(static_cast<std::size_t>(heads() * blocks() * blocks()));
+  for (std::int64_t head = 0; head < heads(); ++head) {
+    for (std::int64_t block_row = 0; block_row < blocks(); ++block_row) {
+      std::uint8_t* const bits = dense.data() + (head * blocks() + block_row) * blocks();
+      for (const std::int32_t column : row(head, block_row)) bits[column] = 1;
     }
   }
-  return from_rows(block_size, heads, blocks, rows);
+  return dense;
 }
 
 int BlockMask::block_size() const { return lists_->block_size; }
@@ -96,14 +157,42 @@ std::int64_t BlockMask::heads() const { return lists_->heads; }
 std::int64_t BlockMask::blocks() const { return lists_->blocks; }
 
 std::span<const std::int32_t> BlockMask::row(std::int64_t head, std::int64_t block_row) const {
-  const std::size_t index = static_cast<std::size_t>((lists_->heads == 1 ? 0 : head) * lists_->blocks + block_row);
+  const std::size_t index = lists_->at(lists_->heads == 1 ? 0 : head, block_row);
   const std::int64_t begin = lists_->offsets[index];
   return {lists_->columns.data() + begin, static_cast<std::size_t>(lists_->offsets[index + 1] - begin)};
+}
+
+std::span<const std::int32_t> BlockMask::column(std::int64_t head, std::int64_t block_column) const {
+  std::call_once(lists_->transposed, [&] { lists_->transpose(); });
+  const std::size_t index = lists_->at(lists_->heads == 1 ? 0 : head, block_column);
+  const std::int64_t begin = lists_->row_offsets[index];
+  return {lists_->rows.data() + begin, static_cast<std::size_t>(lists_->row_offsets[index + 1] - begin)};
 }
 
 bool BlockMask::active(std::int64_t head, std::int64_t block_row, std::int64_t block_column) const {
   const auto columns = row(head, block_row);
   return std::binary_search(columns.begin(), columns.end(), static_cast<std::int32_t>(block_column));
+}
+
+BlockList BlockMask::visible_row(std::int64_t head, std::int64_t block_row, std::int64_t rows, bool causal) const {
+  const auto all = row(head, block_row);
+  const std::int64_t last = causal ? block_row : (rows - 1) / block_size();
+  const auto seen = static_cast<std::size_t>(std::upper_bound(all.begin(), all.end(), static_cast<std::int32_t>(last)) - all.begin());
+  // Only the last block that a row may see can be short, or on the diagonal.
+  const bool masked_inside = causal || rows % block_size() != 0;
+  const std::size_t partial = seen > 0 && all[seen - 1] == last && masked_inside ? 1 : 0;
+  return {all.subspan(0, seen - partial), all.subspan(seen - partial, partial)};
+}
+
+BlockList BlockMask::visible_column(std::int64_t head, std::int64_t block_column, std::int64_t rows, bool causal) const {
+  const auto all = column(head, block_column);
+  const std::int64_t last = (rows - 1) / block_size();
+  const auto begin = causal ? std::lower_bound(all.begin(), all.end(), static_cast<std::int32_t>(block_column)) : all.begin();
+  const auto end = std::upper_bound(begin, all.end(), static_cast<std::int32_t>(last));
+  const std::span<const std::int32_t> seen(begin, end);
+  if (block_column == last && rows % block_size() != 0) return {{}, seen};
+  const std::size_t partial = causal && !seen.empty() && seen.front() == block_column ? 1 : 0;
+  return {seen.subspan(partial), seen.subspan(0, partial)};
 }
 
 std::int64_t BlockMask::active_blocks() const { return static_cast<std::int64_t>(lists_->columns.size()); }
@@ -113,17 +202,63 @@ double BlockMask::density() const {
   return all > 0 ? static_cast<double>(active_blocks()) / all : 0.0;
 }
 
-bool BlockMask::operator==(const BlockMask& other) const {
-  if (lists_ == other.lists_) return true;
-  return lists_->hash == other.lists_->hash && lists_->block_size == other.lists_->block_size &&
-         lists_->heads == other.lists_->heads && lists_->blocks == other.lists_->blocks &&
-         lists_->offsets == other.lists_->offsets && lists_->columns == other.lists_->columns;
+template <class Combine>
+BlockMask BlockMask::combined(const BlockMask& other, Combine&& combine) const {
+  if (block_size() != other.block_size() || blocks() != other.blocks()) {
+    throw InvalidArgument("mask", fmt::format("{} blocks of {} and {} blocks of {}: masks combine where both numbers agree", blocks(),
+                                              block_size(), other.blocks(), other.block_size()));
+  }
+  if (heads() != other.heads() && heads() != 1 && other.heads() != 1) {
+    throw InvalidArgument("mask", fmt::format("masks of {} and of {} heads: give equal numbers, or 1", heads(), other.heads()));
+  }
+  const std::int64_t all_heads = std::max(heads(), other.heads());
+  std::vector<std::int64_t> offsets = {0};
+  offsets.reserve(static_cast<std::size_t>(all_heads * blocks() + 1));
+  std::vector<std::int32_t> columns;
+  for (std::int64_t head = 0; head < all_heads; ++head) {
+    for (std::int64_t block_row = 0; block_row < blocks(); ++block_row) {
+      combine(row(head, block_row), other.row(head, block_row), std::back_inserter(columns));
+      offsets.push_back(static_cast<std::int64_t>(columns.size()));
+    }
+  }
+  return trusted(block_size(), all_heads, blocks(), std::move(offsets), std::move(columns));
 }
 
-std::uint64_t BlockMask::hash() const { return lists_->hash; }
+BlockMask BlockMask::operator|(const BlockMask& other) const {
+  return combined(other, [](auto a, auto b, auto out) { std::set_union(a.begin(), a.end(), b.begin(), b.end(), out); });
+}
+BlockMask BlockMask::operator&(const BlockMask& other) const {
+  return combined(other, [](auto a, auto b, auto out) { std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), out); });
+}
+BlockMask BlockMask::operator-(const BlockMask& other) const {
+  return combined(other, [](auto a, auto b, auto out) { std::set_difference(a.begin(), a.end(), b.begin(), b.end(), out); });
+}
+
+bool BlockMask::operator==(const BlockMask& other) const {
+  if (lists_ == other.lists_) return true;
+  return lists_->block_size == other.lists_->block_size && lists_->heads == other.lists_->heads &&
+         lists_->blocks == other.lists_->blocks && lists_->offsets == other.lists_->offsets && lists_->columns == other.lists_->columns;
+}
+
+std::uint64_t BlockMask::hash() const {
+  std::call_once(lists_->hashed, [&] {
+    Hasher hasher;
+    hasher.add(static_cast<std::uint64_t>(lists_->block_size));
+    hasher.add(static_cast<std::uint64_t>(lists_->heads));
+    for (const std::int64_t offset : lists_->offsets) hasher.add(static_cast<std::uint64_t>(offset));
+    for (const std::int32_t column : lists_->columns) hasher.add(static_cast<std::uint64_t>(column));
+    lists_->hash = hasher.value();
+  });
+  return lists_->hash;
+}
 
 std::size_t BlockMask::bytes() const {
-  return sizeof(Lists) + lists_->offsets.size() * sizeof(std::int64_t) + lists_->columns.size() * sizeof(std::int32_t);
+  return sizeof(Lists) + 2 * (lists_->offsets.size() * sizeof(std::int64_t) + lists_->columns.size() * sizeof(std::int32_t));
+}
+
+std::string BlockMask::to_string() const {
+  return fmt::format("block mask of {} x {} blocks of {}, {} head{}, density {:.4g}", blocks(), blocks(), block_size(), heads(),
+                     heads() == 1 ? "" : "s", density());
 }
 
 }  // namespace longspan

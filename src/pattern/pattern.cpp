@@ -47,7 +47,7 @@ Pattern Pattern::longnet(const std::vector<std::int64_t>& segments, const std::v
   return pattern;
 }
 
-Pattern Pattern::block_sparse(BlockMask mask) { return dense().with_mask(0, std::move(mask)); }
+Pattern Pattern::block_sparse(BlockPattern mask) { return dense().with_mask(0, std::move(mask)); }
 
 Pattern Pattern::with_pad_keys(bool pad_keys) const {
   Pattern pattern = *this;
@@ -68,7 +68,7 @@ Pattern Pattern::with_output_scale(double output_scale) const {
   return pattern;
 }
 
-Pattern Pattern::with_mask(std::size_t branch, BlockMask mask) const {
+Pattern Pattern::with_mask(std::size_t branch, BlockPattern mask) const {
   if (branch >= branches_.size()) {
     throw InvalidArgument("branch", fmt::format("branch {}: the pattern has {} branches", branch, branches_.size()));
   }

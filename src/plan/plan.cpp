@@ -15,7 +15,7 @@ constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / 
 
 /// Pairs inside one strand of `count` rows, as the mask and causality leave them.
 double strand_pairs(std::int64_t count, bool causal, const std::optional<BlockMask>& mask, std::int64_t head) {
-  if (!mask) {
+  if (!mask || count == 0) {
     const double rows = static_cast<double>(count);
     return causal ? rows * (rows + 1) / 2 : rows * rows;
   }
@@ -23,13 +23,29 @@ double strand_pairs(std::int64_t count, bool causal, const std::optional<BlockMa
   const std::int64_t size = mask->block_size();
   for (std::int64_t block_row = 0; block_row * size < count; ++block_row) {
     const double rows = static_cast<double>(std::min(size, count - block_row * size));
-    for (const std::int64_t column : mask->row(head, block_row)) {
-      if (column * size >= count || (causal && column > block_row)) break;
-      const double columns = static_cast<double>(std::min(size, count - column * size));
-      pairs += causal && column == block_row ? rows * (rows + 1) / 2 : rows * columns;
-    }
+    const BlockList seen = mask->visible_row(head, block_row, count, causal);
+    pairs += static_cast<double>(seen.full.size()) * rows * static_cast<double>(size);
+    if (seen.partial.empty()) continue;
+    pairs += causal ? rows * (rows + 1) / 2 : rows * static_cast<double>(count - seen.partial[0] * size);
   }
   return pairs;
+}
+
+void check_mask(const BlockMask& mask, std::size_t branch, std::int64_t rows, const Problem& problem) {
+  const std::int64_t needed = ceil_divide(rows, mask.block_size());
+  if (mask.blocks() != needed) {
+    throw InvalidArgument("mask", fmt::format("the block mask of branch {} has {} block rows: strands of up to {} rows in "
+                                              "blocks of {} need {}",
+                                              branch, mask.blocks(), rows, mask.block_size(), needed));
+  }
+  if (mask.heads() != 1 && mask.heads() != problem.heads && mask.heads() != problem.batch * problem.heads) {
+    throw InvalidArgument("mask", fmt::format("the block mask of branch {} has {} heads: give 1, {} or, for a mask per batch entry, {}",
+                                              branch, mask.heads(), problem.heads, problem.batch * problem.heads));
+  }
+}
+
+std::int64_t longest_strand(const Branch& branch, std::int64_t tokens) {
+  return ceil_divide(std::min(branch.segment, tokens), branch.dilation);
 }
 
 }  // namespace
@@ -76,22 +92,38 @@ Plan::Plan(Pattern pattern, Options options, Problem problem)
     else if (pattern_.phase_rule() == PhaseRule::torchscale) branch.phase_divisor = ceil_divide(heads, source.dilation);
     branch.skip_if_longer = pattern_.long_segments() == LongSegments::skip && source.segment != kWholeSequence;
     branch.pad_keys = pattern_.pad_keys();
-    if (source.mask) {
-      const BlockMask& mask = *source.mask;
-      const std::int64_t longest = ceil_divide(std::min(source.segment, problem_.tokens), source.dilation);
-      const std::int64_t needed = ceil_divide(longest, mask.block_size());
-      if (mask.blocks() != needed) {
-        throw InvalidArgument("mask", fmt::format("the block mask of branch {} has {} block rows: strands of up to {} rows in "
-                                                  "blocks of {} need {}",
-                                                  i, mask.blocks(), longest, mask.block_size(), needed));
-      }
-      if (mask.heads() != 1 && mask.heads() != heads) {
-        throw InvalidArgument("mask", fmt::format("the block mask of branch {} has {} heads: give 1 or {}", i, mask.heads(), heads));
-      }
-      branch.mask = mask;
-    }
     branches_.push_back(std::move(branch));
+    if (source.mask) make_mask(static_cast<std::size_t>(i), *source.mask);
   }
+}
+
+void Plan::make_mask(std::size_t index, const BlockPattern& blocks) {
+  const Branch& source = pattern_.branches()[index];
+  BranchPlan& branch = branches_[index];
+  if (blocks.adaptive_density() > 0 && (source.dilation != 1 || source.segment < problem_.tokens)) {
+    throw InvalidArgument("mask", fmt::format("branch {} is adaptive in segments of {} with dilation {}: adaptive masks need a branch "
+                                              "over the whole sequence, such as whole/1",
+                                              index, source.segment, source.dilation));
+  }
+  branch.adaptive_density = blocks.adaptive_density();
+  const std::int64_t rows = longest_strand(source, problem_.tokens);
+  BlockMask mask = blocks.mask(rows, problem_.heads, options_.causal);
+  check_mask(mask, index, rows, problem_);
+  branch.mask_entry_heads = mask.heads() > problem_.heads ? problem_.heads : 0;
+  branch.mask = std::move(mask);
+}
+
+Plan Plan::with_mask(std::size_t index, BlockMask mask) const {
+  if (index >= branches_.size()) {
+    throw InvalidArgument("branch", fmt::format("branch {}: the plan has {} branches", index, branches_.size()));
+  }
+  check_mask(mask, index, longest_strand(pattern_.branches()[index], problem_.tokens), problem_);
+  Plan plan = *this;
+  BranchPlan& branch = plan.branches_[index];
+  branch.mask_entry_heads = mask.heads() > problem_.heads ? problem_.heads : 0;
+  branch.adaptive_density = 0;
+  branch.mask = std::move(mask);
+  return plan;
 }
 
 double Plan::pairs(std::size_t index) const {
@@ -100,14 +132,17 @@ double Plan::pairs(std::size_t index) const {
   if (length == 0 || !branch.active(length)) return 0;
   const std::int64_t segments = branch.segments(length);
   double total = 0;
-  for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
-    const auto of = [&](std::int64_t segment) {
-      return strand_pairs(branch.strand(head, segment, length).count, options_.causal, branch.mask, head);
-    };
-    // All segments but the last are alike.
-    total += static_cast<double>(segments - 1) * of(0) + of(segments - 1);
+  const bool entries_differ = branch.mask_entry_heads > 0;
+  for (std::int64_t entry = 0; entry < (entries_differ ? problem_.batch : 1); ++entry) {
+    for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+      const auto of = [&](std::int64_t segment) {
+        return strand_pairs(branch.strand(head, segment, length).count, options_.causal, branch.mask, branch.mask_head(entry, head));
+      };
+      // All segments but the last are alike.
+      total += static_cast<double>(segments - 1) * of(0) + of(segments - 1);
+    }
   }
-  return total * static_cast<double>(problem_.batch);
+  return entries_differ ? total : total * static_cast<double>(problem_.batch);
 }
 
 PlanTotals Plan::totals() const {
@@ -160,7 +195,9 @@ std::string Plan::to_string() const {
                         branch.head_begin, branch.head_begin + branch.head_count - 1, active ? branch.segments(p.tokens) : 0,
                         std::min(branch.segment, p.tokens), branch.dilation,
                         ceil_divide(std::min(branch.segment, p.tokens), branch.dilation),
-                        branch.mask ? fmt::format(", block mask of density {:.3g}", branch.mask->density()) : "",
+                        branch.adaptive_density > 0 ? fmt::format(", adaptive blocks of density {:.3g}", branch.adaptive_density)
+                        : branch.mask               ? fmt::format(", block mask of density {:.3g}", branch.mask->density())
+                                                    : "",
                         active ? "" : ", skipped: the segment is longer than the sequence", pairs(i));
   }
   return text;

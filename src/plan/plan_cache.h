@@ -46,7 +46,7 @@ class PlanCache {
   mutable ForkSafeMutex mutex_;
   Entries entries_;  // most recently used first
   std::unordered_multimap<std::uint64_t, Entries::iterator> index_;
-  PlanCacheStatistics statistics_{.limit_bytes = std::size_t{64} << 20};
+  PlanCacheStatistics statistics_{.limit_bytes = std::size_t{256} << 20};
 };
 
 }  // namespace longspan

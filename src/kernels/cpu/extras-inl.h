@@ -39,7 +39,7 @@ class Extras {
   static constexpr bool kActive = true;
 
   Extras(const CallShared& shared, const StrandTask& task)
-      : shared_(shared), task_(task), mask_(shared.plan.branches()[static_cast<std::size_t>(task.branch)].mask) {}
+      : shared_(shared), task_(task), branch_(shared.plan.branches()[static_cast<std::size_t>(task.branch)]) {}
 
   /// Notes which of the strand's rows [begin, begin + count) key_mask excludes, in `excluded` (kMasked or 0).
   void begin_keys(std::int64_t begin, std::int64_t count, float* excluded) {
@@ -54,9 +54,9 @@ class Extras {
 
   /// Bit j: whether strand row `row` of a head sees the block that holds keys key + 16 j ...
   std::uint32_t active_chunks(std::int64_t head, std::int64_t row, std::int64_t key) const {
-    if (!mask_) return ~0u;
-    const std::int64_t size = mask_->block_size();
-    const auto blocks = mask_->row(head, row / size);
+    if (!branch_.mask) return ~0u;
+    const std::int64_t size = branch_.mask->block_size();
+    const auto blocks = branch_.mask->row(branch_.mask_head(task_.entry, head), row / size);
     std::uint32_t bits = 0;
     auto next = std::lower_bound(blocks.begin(), blocks.end(), key / size);
     for (int chunk = 0; chunk < 32 && next != blocks.end(); ++chunk) {
@@ -108,7 +108,7 @@ class Extras {
 
   const CallShared& shared_;
   const StrandTask& task_;
-  const std::optional<BlockMask>& mask_;
+  const BranchPlan& branch_;
   const float* excluded_ = nullptr;
   std::int64_t excluded_begin_ = 0;
 };

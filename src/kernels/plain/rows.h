@@ -94,7 +94,7 @@ class Rows {
   bool attends(const RowInBranch& row, std::int64_t entry, std::int64_t head, std::int64_t key_index) const {
     if (row.branch->mask) {
       const std::int64_t size = row.branch->mask->block_size();
-      if (!row.branch->mask->active(head, row.own_index / size, key_index / size)) return false;
+      if (!row.branch->mask->active(row.branch->mask_head(entry, head), row.own_index / size, key_index / size)) return false;
     }
     return key_allowed(call.key_mask, entry, row.strand.start + key_index * row.strand.stride);
   }

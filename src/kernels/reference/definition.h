@@ -113,7 +113,7 @@ class Definition {
   bool attends(const BranchPlan& branch, std::int64_t entry, std::int64_t head, std::int64_t query_index, std::int64_t query,
                std::int64_t key_index, std::int64_t key) const {
     if (plan.options().causal && key > query) return false;
-    if (branch.mask && !branch.mask->active(head, query_index / branch.mask->block_size(), key_index / branch.mask->block_size())) return false;
+    if (branch.mask && !branch.mask->active(branch.mask_head(entry, head), query_index / branch.mask->block_size(), key_index / branch.mask->block_size())) return false;
     return key_allowed(call.key_mask, entry, key);
   }
 

@@ -1,0 +1,54 @@
+// Reading the canonical text: words, numbers, and errors that show where they are.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <string>
+#include <string_view>
+
+#include "longspan/error.h"
+
+namespace longspan {
+
+class TextReader {
+ public:
+  explicit TextReader(std::string_view text) : text_(text) {}
+
+  [[noreturn]] void fail(std::string_view word, std::string_view message) const {
+    throw InvalidArgument("pattern", fmt::format("pattern '{}': '{}' {}", shorten(text_), shorten(word), message));
+  }
+
+  /// Next word; a mask in braces belongs to the word it follows.
+  std::string_view next() {
+    while (position_ < text_.size() && text_[position_] == ' ') ++position_;
+    const std::size_t begin = position_;
+    bool braces = false;
+    while (position_ < text_.size() && (braces || text_[position_] != ' ')) {
+      if (text_[position_] == '{') braces = true;
+      if (text_[position_] == '}') braces = false;
+      ++position_;
+    }
+    const std::string_view word = text_.substr(begin, position_ - begin);
+    if (braces) fail(word, "has a brace that is never closed");
+    return word;
+  }
+
+  template <class Number>
+  Number number(std::string_view word, std::string_view digits) const {
+    Number value{};
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+    if (error != std::errc{} || end != digits.data() + digits.size() || digits.empty()) fail(word, "needs a number");
+    return value;
+  }
+
+ private:
+  static std::string shorten(std::string_view text) {
+    return text.size() <= 120 ? std::string(text) : std::string(text.substr(0, 117)) + "...";
+  }
+
+  std::string_view text_;
+  std::size_t position_ = 0;
+};
+
+}  // namespace longspan

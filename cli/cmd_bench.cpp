@@ -116,7 +116,7 @@ struct Peak {
 
 int run(const BenchCommand& command) {
   if (command.what == "dense") {
-    for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "pattern"}) {
+    for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "pattern", "mask"}) {
       if (command.problem.given(part)) {
         throw InvalidArgument(
             part, fmt::format("--{} with bench dense: every position sees every other; use bench dilated", part));
@@ -126,6 +126,9 @@ int run(const BenchCommand& command) {
   ProblemChoice choice = command.problem.resolve();
   require_device(choice.device);
   if (command.what == "dense") choice.pattern = Pattern::dense();
+  if (command.what == "block-sparse" && !command.problem.given("pattern") && !command.problem.given("mask")) {
+    choice.pattern = Pattern::block_sparse(BlockPattern::bigbird());
+  }
   if (command.repeats < 1)
     throw InvalidArgument("repeats", fmt::format("--repeats is {}: give at least 1", command.repeats));
   const Problem shape = choice.problem(kDefaultTokens);
@@ -245,9 +248,9 @@ Command add_bench(CLI::App& app) {
       "Examples: longspan bench dilated --tokens 64K --dtype bf16 --json\n"
       "          longspan bench dense --tokens 16K --dtype bf16 --device cuda");
   const auto command = std::make_shared<BenchCommand>();
-  parser->add_option("what", command->what, "dilated (or whatever the pattern options say) or dense")
+  parser->add_option("what", command->what, "dilated (or whatever the pattern options say), block-sparse (bigbird unless --pattern or --mask) or dense")
       ->required()
-      ->check(CLI::IsMember({"dilated", "dense"}));
+      ->check(CLI::IsMember({"dilated", "dense", "block-sparse"}));
   command->problem.add_to(*parser);
   parser->add_option("--repeats", command->repeats, "Timed runs of each pass (default: 5)")->type_name("COUNT");
   parser->add_flag("--forward-only", command->forward_only, "Leave the backward out");

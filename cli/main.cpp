@@ -20,6 +20,7 @@ constexpr const char* kFooter = R"(
 Examples:
   longspan demo --out report.html            compute, verify and draw dilated attention on this machine
   longspan plan --tokens 1G                  what attends to what, and what it costs, without computing it
+  longspan show --pattern bigbird            draw any pattern, on the terminal or as SVG
   longspan attend --q q.npy --k k.npy --v v.npy --out out.npy --segments 2048,4096 --dilations 1,2
   longspan attend --q model.safetensors#q --k model.safetensors#k --v model.safetensors#v \
                   --out result.safetensors#out --lse result.safetensors#lse --causal
@@ -74,7 +75,7 @@ int run(int count, char** values) {
   app.footer(kFooter);
   app.set_version_flag("--version", fmt::format("longspan {} ({})", version(), commit()));
   app.require_subcommand(1);
-  const Command commands[] = {add_demo(app), add_attend(app), add_plan(app),
+  const Command commands[] = {add_demo(app), add_attend(app), add_plan(app), add_show(app),
                               add_info(app), add_check(app),  add_bench(app)};
   try {
     app.parse(count, values);

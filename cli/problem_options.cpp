@@ -8,6 +8,7 @@
 #include <charconv>
 #include <limits>
 
+#include "files/array.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
 
@@ -42,6 +43,21 @@ Value choose(std::string_view name, std::string_view text,
     names += names.empty() ? fmt::format("{}", choice) : fmt::format(" or {}", choice);
   }
   refuse(name, text, fmt::format("give {}", names));
+}
+
+/// A custom block mask from a file of booleans.
+Pattern read_mask(const std::string& location, std::int64_t block_size) {
+  const Array array = read_array(location);
+  std::vector<std::int64_t> shape = array.header.shape;
+  if (shape.size() == 2) shape.insert(shape.begin(), 1);
+  if (array.header.dtype != DType::boolean || shape.size() != 3 || shape[1] != shape[2]) {
+    refuse("mask", location,
+           fmt::format("it holds {} of shape [{}]; give bool [blocks, blocks] or [heads, blocks, blocks]",
+                       name_of(array.header.dtype), fmt::join(array.header.shape, ", ")));
+  }
+  return Pattern::block_sparse(
+      BlockMask::from_dense(static_cast<int>(block_size), shape[0], shape[1],
+                            {static_cast<const std::uint8_t*>(array.data), array.header.bytes}));
 }
 
 }  // namespace
@@ -115,7 +131,10 @@ void ProblemOptions::add_to(CLI::App& command) {
   add("--assign", assign_, "groups|all", "groups: branches share the heads out; all: every branch has all heads");
   add("--phase", phase_, "RULE", "Phase rule of --assign all: paper or torchscale");
   add_flag("--pad-keys", pad_keys_, "Attend to zero padding as torchscale does");
-  add("--pattern", pattern_, "TEXT", "The whole pattern as text instead: 'dense', 'longnet 2048/1 4096/2', ...");
+  add("--pattern", pattern_, "TEXT",
+      "The whole pattern as text instead: 'dense', 'longnet 2048/1 4096/2', 'bigbird', 'local_window(512)', ...");
+  add("--mask", mask_, "FILE", "A block mask instead: bool [blocks, blocks] or [heads, blocks, blocks]");
+  add("--block-size", block_size_, "SIZE", "Tokens per block of --mask: 16, 32, 64 or 128");
   add_flag("--causal", causal_, "Positions see themselves and earlier ones only");
   add("--dropout", dropout_, "P", "Probability of dropping a pair, in [0, 1)");
   add("--scale", scale_, "X", "Factor on scores (default: 1/sqrt(head-dim))");
@@ -150,11 +169,14 @@ ProblemChoice ProblemOptions::resolve() const {
   const bool groups = choose<bool>("assign", assign_, {{"groups", true}, {"all", false}});
   const auto phase =
       choose<PhaseRule>("phase", phase_, {{"paper", PhaseRule::paper}, {"torchscale", PhaseRule::torchscale}});
-  if (given("pattern")) {
-    for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys"}) {
-      if (given(part)) refuse("pattern", pattern_, fmt::format("it says everything, leave --{} out", part));
+  if (given("block-size") && !given("mask")) refuse("block-size", block_size_, "it belongs to --mask; patterns say block=");
+  if (given("pattern") || given("mask")) {
+    const auto& [name, value] = given("pattern") ? std::pair{"pattern", pattern_} : std::pair{"mask", mask_};
+    for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "mask"}) {
+      if (part != std::string_view(name) && given(part)) refuse(name, value, fmt::format("it says everything, leave --{} out", part));
     }
-    choice.pattern = Pattern::parse(pattern_);
+    choice.pattern = given("pattern") ? Pattern::parse(pattern_)
+                                      : read_mask(mask_, parse_size_in("block-size", block_size_, 16, 128, "use 16, 32, 64 or 128"));
   } else {
     const auto segments = parse_sizes("segments", segments_);
     const auto dilations = parse_sizes("dilations", dilations_);

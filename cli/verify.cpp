@@ -6,6 +6,7 @@
 #include <random>
 #include <set>
 
+#include "attention/call_masks.h"
 #include "kernels/reference/expectation.h"
 #include "longspan/threads.h"
 
@@ -69,16 +70,22 @@ std::vector<std::int64_t> sample_positions(const Plan& plan, std::uint64_t seed)
   return {positions.begin(), positions.end()};
 }
 
-std::vector<RowCheck> verify(const Plan& plan, const Call& call, const Workload& work) {
-  const std::vector<std::int64_t> positions = sample_positions(plan, call.dropout_seed);
+std::vector<RowCheck> verify(const Plan& cached, const Call& call, const Workload& work) {
+  const std::vector<std::int64_t> positions = sample_positions(cached, call.dropout_seed);
   if (positions.empty()) return {};
   const ConstTensorView q = work.q.view(), k = work.k.view(), v = work.v.view(), out = work.out.view(),
                         lse = work.lse.view(), dout = work.dout.view();
+  const RowRange whole{0, cached.problem().tokens};
+  const CallPlan own(cached, q, k, call, {&whole, 1}, num_threads());
+  const Plan& plan = *own;
   std::vector<RowCheck> checks;
   {
     Problem problem = plan.problem();
     problem.query_rows = static_cast<std::int64_t>(positions.size());
-    const Plan few(plan.pattern(), plan.options(), problem);
+    Plan few(plan.pattern(), plan.options(), problem);
+    for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {  // masks of all rows, not of these few
+      if (plan.branches()[branch].mask) few = few.with_mask(branch, *plan.branches()[branch].mask);
+    }
     std::vector<RowRange> ranges;
     for (const std::int64_t position : positions) ranges.push_back({position, 1});
     const Tensor few_q = gather("q", q, positions), few_dout = gather("dout", dout, positions);
@@ -88,7 +95,6 @@ std::vector<RowCheck> verify(const Plan& plan, const Call& call, const Workload&
     checks.push_back(compare("lse", lse, positions, expected.lse));
     checks.push_back(compare("dq", work.dq.view(), positions, expected.dq));
   }
-  const RowRange whole{0, plan.problem().tokens};
   const reference::Expectation expected = reference::expect_keys(
       {plan, call, {&whole, 1}, q, k, v, out, lse, dout, {}, {}, {}, num_threads(), nullptr}, positions);
   checks.push_back(compare("dk", work.dk.view(), positions, expected.dk));

@@ -10,6 +10,7 @@
 #include <limits>
 #include <memory>
 
+#include "attention/call_masks.h"
 #include "interrupt.h"
 #include "kernels/kernel.h"
 #include "kernels/reference/expectation.h"
@@ -256,7 +257,8 @@ std::vector<CaseResult> run_case(const CheckCase& one, Device device, std::strin
     if (kernel->can_run(*device_plan, Pass::forward).ok) kernels.push_back(kernel);
   }
   if (kernels.empty()) return {};
-  const reference::Expectation expected = reference::expect(data.arguments(*plan));
+  const CallPlan own(*plan, data.q.view(), data.k_argument(), data.call, data.ranges(), num_threads());
+  const reference::Expectation expected = reference::expect(data.arguments(*own));
   const PlacedInputs inputs(one, data, device);
   std::vector<CaseResult> results;
   for (const Kernel* kernel : kernels) {

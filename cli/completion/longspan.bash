@@ -2,9 +2,9 @@
 
 _longspan() {
   local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD - 1]}" command="" word
-  local commands="demo attend plan info check bench"
+  local commands="demo attend plan show info check bench"
   local problem="--tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys
-    --pattern --causal --dropout --scale --layout --device --threads --kernel --seed --json --help"
+    --pattern --mask --block-size --causal --dropout --scale --layout --device --threads --kernel --seed --json --help"
   for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
     case " $commands " in *" $word "*) command="$word"; break ;; esac
   done
@@ -16,12 +16,12 @@ _longspan() {
     --phase) choices="paper torchscale" ;;
     --layout) choices="bnhd bhnd" ;;
     --device) choices="cpu cuda" ;;
-    --q | --k | --v | --out | --lse | --lengths | --key-mask | --alibi-slopes)
+    --mask | --mask-out | --svg | --q | --k | --v | --out | --lse | --lengths | --key-mask | --alibi-slopes)
       compopt -o filenames 2>/dev/null
       mapfile -t COMPREPLY < <(compgen -f -- "$current")
       return
       ;;
-    --tokens | --batch | --heads | --kv-heads | --head-dim | --segments | --dilations | --pattern | --dropout | --scale | \
+    --tokens | --batch | --heads | --kv-heads | --head-dim | --segments | --dilations | --pattern | --block-size | --head | --cells | --dropout | --scale | \
       --threads | --kernel | --seed | --random | --case | --repeats | --query-ranges)
       return # a value that only the user knows
       ;;
@@ -31,9 +31,10 @@ _longspan() {
         demo) choices="$problem --out" ;;
         attend) choices="$problem --q --k --v --out --lse --lengths --key-mask --alibi-slopes --query-ranges" ;;
         plan) choices="$problem" ;;
+        show) choices="$problem --head --cells --svg --mask-out --ascii" ;;
         info) choices="$problem --why" ;;
         check) choices="$problem --random --case" ;;
-        bench) choices="dilated dense $problem --repeats --forward-only" ;;
+        bench) choices="dilated dense block-sparse $problem --repeats --forward-only" ;;
       esac
       ;;
   esac

@@ -71,6 +71,8 @@ class LONGSPAN_API BlockPattern {
   bool depends_on_length(bool causal) const;
   /// The mask for strands of `rows` rows. Heads differ only where a random term draws for each. Throws InvalidArgument.
   BlockMask mask(std::int64_t rows, std::int64_t heads, bool causal) const;
+  /// What the terms alone make for a batch entry of its own length, which may be shorter than the global tokens.
+  BlockMask entry_mask(std::int64_t rows, std::int64_t heads, bool causal) const;
 
   bool operator==(const BlockPattern&) const = default;
   std::uint64_t hash() const;
@@ -79,6 +81,7 @@ class LONGSPAN_API BlockPattern {
   friend class BlockText;
   BlockPattern(int block_size, std::vector<BlockTerm> terms);
   void check() const;
+  BlockMask make(const std::optional<BlockMask>& custom, std::int64_t rows, std::int64_t heads, bool causal) const;
 
   int block_size_ = kDefaultBlockSize;
   std::vector<BlockTerm> terms_;

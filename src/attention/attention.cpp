@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "attention/call_masks.h"
 #include "attention/check.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/kernel.h"
@@ -124,8 +125,9 @@ void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, cons
   const Kernel& kernel = kernel_of(*plan, Pass::forward);
   if (problem.batch == 0 || problem.query_rows == 0) return;
   const int threads = num_threads();
-  const Workspace workspace(call, problem.device, kernel.workspace_bytes(*plan, Pass::forward, threads));
-  kernel.forward({*plan, call, ranges, q, k, v, out, lse, threads, workspace.data()});
+  const CallPlan own(*plan, q, k, call, ranges, threads);
+  const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::forward, threads));
+  kernel.forward({*own, call, ranges, q, k, v, out, lse, threads, workspace.data()});
 }
 
 void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
@@ -144,8 +146,9 @@ void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, con
     return;
   }
   const int threads = num_threads();
-  const Workspace workspace(call, problem.device, kernel.workspace_bytes(*plan, Pass::backward, threads));
-  kernel.backward({*plan, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads, workspace.data()});
+  const CallPlan own(*plan, q, k, call, ranges, threads);
+  const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::backward, threads));
+  kernel.backward({*own, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads, workspace.data()});
 }
 
 }  // namespace longspan

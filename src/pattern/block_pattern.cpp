@@ -126,13 +126,14 @@ struct RowMaker {
   }
 
   /// The union of all terms (and a custom mask's row), appended to `target`.
-  void append(const BlockPattern& pattern, std::int64_t head, std::int64_t row, std::vector<std::int32_t>& target) {
+  void append(const std::vector<BlockTerm>& terms, const std::optional<BlockMask>& custom, std::int64_t head, std::int64_t row,
+              std::vector<std::int32_t>& target) {
     const std::size_t begin = target.size();
-    if (pattern.custom()) {
-      const auto own = pattern.custom()->row(head, row);
+    if (custom) {
+      const auto own = custom->row(head, row);
       target.insert(target.end(), own.begin(), own.end());
     }
-    for (const BlockTerm& term : pattern.terms()) {
+    for (const BlockTerm& term : terms) {
       make(term, head, row);
       const auto from = target.begin() + static_cast<std::ptrdiff_t>(begin);
       if (from == target.end()) {
@@ -229,9 +230,15 @@ BlockMask BlockPattern::mask(std::int64_t rows, std::int64_t heads, bool causal)
       throw InvalidArgument("global_tokens", fmt::format("global_tokens is {}: the sequence has {}", term.numbers[0], rows));
     }
   }
-  if (terms_.empty()) return *custom_;
+  return terms_.empty() ? *custom_ : make(custom_, rows, heads, causal);
+}
+
+BlockMask BlockPattern::entry_mask(std::int64_t rows, std::int64_t heads, bool causal) const { return make({}, rows, heads, causal); }
+
+BlockMask BlockPattern::make(const std::optional<BlockMask>& custom, std::int64_t rows, std::int64_t heads, bool causal) const {
+  const std::int64_t blocks = rows / block_size_ + (rows % block_size_ != 0);
   const bool random = std::any_of(terms_.begin(), terms_.end(), [](const BlockTerm& term) { return term.kind == Kind::random; });
-  const std::int64_t mask_heads = custom_ && custom_->heads() > 1 ? custom_->heads() : random ? heads : 1;
+  const std::int64_t mask_heads = custom && custom->heads() > 1 ? custom->heads() : random ? heads : 1;
 
   // Chunks of rows are made in parallel, each with lists of its own, and joined in their order.
   constexpr std::int64_t kRowsPerChunk = 64;
@@ -245,7 +252,7 @@ BlockMask BlockPattern::mask(std::int64_t rows, std::int64_t heads, bool causal)
     auto& part = parts[static_cast<std::size_t>(chunk)];
     const std::int64_t end = std::min((chunk + 1) * kRowsPerChunk, all_rows);
     for (std::int64_t row = chunk * kRowsPerChunk; row < end; ++row) {
-      makers[static_cast<std::size_t>(worker)].append(*this, row / blocks, row % blocks, part);
+      makers[static_cast<std::size_t>(worker)].append(terms_, custom, row / blocks, row % blocks, part);
       offsets[static_cast<std::size_t>(row + 1)] = static_cast<std::int64_t>(part.size());
     }
     if (active += static_cast<std::int64_t>(part.size()); active > kMostActive) {

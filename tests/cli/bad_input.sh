@@ -25,6 +25,15 @@ expect 2 "" "$longspan" plan --segments 2048,4096
 expect 2 "comma" "$longspan" plan --segments 2048,
 expect 2 "heads" "$longspan" plan --heads 2
 expect 2 "dropout is '1'" "$longspan" plan --dropout 1
+expect 2 "not a block pattern" "$longspan" show --pattern bigbird+bird
+expect 2 "density is 2" "$longspan" show --pattern "random(2)"
+expect 2 "global_tokens is 5000" "$longspan" show --pattern "global_local(5000,64)" --tokens 4096
+expect 2 "block_size 24" "$longspan" show --pattern "local_window(64) block=24"
+expect 2 "leave --segments out" "$longspan" show --pattern bigbird --segments 64
+expect 2 "belongs to --mask" "$longspan" show --block-size 32
+expect 2 "head 9" "$longspan" show --head 9
+expect 2 "cells is 0" "$longspan" show --cells 0
+expect 2 "no block mask" "$longspan" show --pattern dense --mask-out x.npy
 expect 2 "dropout is '-0.1'" "$longspan" plan --dropout -0.1
 expect 2 "dropout is 'nan'" "$longspan" plan --dropout nan
 expect 2 "scale" "$longspan" plan --scale inf

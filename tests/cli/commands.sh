@@ -9,7 +9,7 @@ expect 0 "" "$longspan" --version
 grep -Eq '^longspan [0-9]+\.[0-9]+\.[0-9]+ \(.+\)$' stdout || fail "--version says $(cat stdout)"
 expect 0 "" "$longspan" --help
 has "Exit codes:" "Examples:" demo attend plan info check bench
-for command in demo attend plan info check bench; do
+for command in demo attend plan show info check bench; do
   expect 0 "" "$longspan" "$command" --help
   has --tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys --pattern --causal \
     --dropout --layout --device --threads --kernel --seed --json
@@ -25,6 +25,21 @@ expect 0 "" "$longspan" plan --tokens 128K
 has "131,072 tokens"
 expect 0 "" "$longspan" plan --tokens 0
 expect 0 "" "$longspan" plan --pattern "longnet phase=torchscale pad_keys 64/1 128/4" --tokens 4096
+
+# Patterns as pictures, and block masks through files and back.
+expect 0 "" "$longspan" show --pattern bigbird --tokens 2048 --heads 2 --ascii --svg bigbird.svg --mask-out mask.npy
+has "block=64 global_local(128,192)+random(0.05,0)" "64 tokens a cell" "density" "####"
+grep -Fq '</svg>' bigbird.svg || fail "no drawing in bigbird.svg"
+expect 0 "" "$longspan" show --mask mask.npy --tokens 2048 --heads 2 --json
+has '"active_blocks"' '"density"' '"share"' '"pairs_of_dense"' 'block_sparse block=64 heads=2 blocks=32 rows='
+expect 0 "" "$longspan" show --segments 64,256 --dilations 1,4 --heads 2 --head 1 --tokens 512 --causal
+has "head 1 of 2" "% of dense"
+expect 0 "" "$longspan" check --pattern 'block=16 local_window(48)+random(0.2,3)' --tokens 200 --heads 2 --head-dim 16
+expect 0 "" "$longspan" check --pattern 'adaptive(0.3) block=16' --tokens 200 --heads 2 --head-dim 16 --causal
+expect 0 "" "$longspan" demo --pattern 'adaptive(0.3) block=16' --tokens 600 --heads 2 --json
+has '"verified": true'
+expect 0 "" "$longspan" bench block-sparse --tokens 1024 --repeats 1 --json
+has '"bench": "block-sparse"' 'random(0.05,0)' '"gflops"'
 
 expect 0 "" "$longspan" info
 has plain reference threads caches instructions "plan cache" "memory pool"

@@ -125,7 +125,7 @@ class Backward {
                  const FloatRow& key_row, const FloatRow& value_row, FloatRow& dk, FloatRow& dv) {
     if (of_key.branch->mask) {
       const std::int64_t size = of_key.branch->mask->block_size();
-      if (!of_key.branch->mask->active(head, index / size, of_key.own_index / size)) return;
+      if (!of_key.branch->mask->active(of_key.branch->mask_head(entry, head), index / size, of_key.own_index / size)) return;
     }
     const float lse = *a.lse.at<float>(entry, row, head);
     if (lse == -std::numeric_limits<float>::infinity()) return;

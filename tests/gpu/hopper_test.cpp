@@ -41,12 +41,14 @@ TEST(HopperChoice, FollowsStrandsAndHeadDim) {
   const auto shape = [](const Pattern& pattern, std::int64_t tokens, std::int64_t head_dim) {
     return to_string(hopper::choose(Plan(pattern, {}, problem_of(tokens, 4, head_dim))));
   };
-  EXPECT_EQ(shape(Pattern::dense(), 16384, 64),
-            "192 x 128 tiles for strands of about 16384 rows, head dim as 64, 4 stages");
+  EXPECT_EQ(shape(Pattern::dense(), 65536, 64),
+            "192 x 128 tiles for strands of about 65536 rows, head dim as 64, 4 stages");
+  EXPECT_EQ(shape(Pattern::dilated({2048}, {1}), 40960, 64),  // 80 strands: 5 rounds of 256 rows, or 7 of 192
+            "256 x 64 tiles for strands of about 2048 rows, head dim as 64, 6 stages");
   EXPECT_EQ(shape(Pattern::dense(), 512, 64), "256 x 64 tiles for strands of about 512 rows, head dim as 64, 6 stages");
   EXPECT_EQ(shape(Pattern::dilated({4096}, {8}), 131072, 40),
             "256 x 64 tiles for strands of about 512 rows, head dim as 48, 6 stages");
-  EXPECT_EQ(shape(Pattern::dilated({2048, 8192}, {1, 4}), 131072, 48),
+  EXPECT_EQ(shape(Pattern::dilated({2048, 8192}, {1, 4}), 262144, 48),
             "192 x 128 tiles for strands of about 2048 rows, head dim as 48, 4 stages");
   EXPECT_EQ(shape(Pattern::dilated({128, 1024}, {1, 16}), 4096, 64),
             "256 x 64 tiles for strands of about 126 rows, 2 to a tile, head dim as 64, 6 stages");

@@ -130,12 +130,39 @@ struct Producer {
     }
   }
 
-  /// Whether earlier (1) and later (2) branches cover a row of a task.
-  __device__ __forceinline__ unsigned other_branches(const Task& task, int row) const {
-    if (row >= task.rows) return 0;
-    const int position = task.position + row * task.stride;
-    return a.base.covered(task.head, position, task.length, 0, task.branch) |
-           a.base.covered(task.head, position, task.length, task.branch + 1, a.base.branch_count) << 1;
+  /// Whether earlier (1) and later (2) branches cover rows of a task: two bits for each of a thread's, which are every
+  /// 32nd. They are equal steps apart, so that only the first needs divisions; those that all threads need are done by
+  /// one of them for each branch.
+  __device__ __forceinline__ unsigned other_branches(const Task& task, int lane) const {
+    static_assert(cuda::kMaxBranches <= kWarpThreads);
+    const unsigned step = static_cast<unsigned>(kWarpThreads) * task.stride;
+    const cuda::DeviceBranch& mine = a.base.branches[min(lane, a.base.branch_count - 1)];
+    const unsigned my_phase = mine.phase(task.head), my_advance = step % mine.segment;
+    const unsigned my_turn = my_advance % mine.dilation, my_loss = static_cast<unsigned>(mine.segment) % mine.dilation;
+    unsigned left = __ballot_sync(
+        ~0u, lane < a.base.branch_count && lane != task.branch && mine.owns(task.head) && mine.active(task.length));
+    unsigned others = 0;
+    for (; left != 0; left &= left - 1) {
+      const int b = __ffs(left) - 1;
+      const unsigned phase = __shfl_sync(~0u, my_phase, b), advance = __shfl_sync(~0u, my_advance, b);
+      const unsigned turn = __shfl_sync(~0u, my_turn, b), loss = __shfl_sync(~0u, my_loss, b);
+      const unsigned segment = a.base.branches[b].segment, dilation = a.base.branches[b].dilation;
+      unsigned place = (static_cast<unsigned>(task.position) + lane * static_cast<unsigned>(task.stride)) % segment;
+      unsigned rest = place % dilation;
+#pragma unroll
+      for (int i = 0; i < S::kRows / kWarpThreads; ++i) {
+        if (rest == phase) others |= (b < task.branch ? 1u : 2u) << 2 * i;
+        place += advance;
+        rest += turn;
+        if (rest >= dilation) rest -= dilation;
+        if (place >= segment) {
+          place -= segment;
+          rest += rest < loss ? dilation - loss : 0 - loss;
+        }
+      }
+    }
+    const int own_rows = max((task.rows - lane + kWarpThreads - 1) / kWarpThreads, 0);
+    return others & ((1u << 2 * own_rows) - 1);
   }
   /// Until the earlier branches of a task's rows are done, one of them for each thread.
   __device__ __forceinline__ void await_earlier(const Task& task, int lane) const {
@@ -158,14 +185,10 @@ struct Producer {
       wait(memory.task_full(slot), number / kTaskSlots & 1);
       const Task& task = tasks[slot][0];
       if (task.tiles < 0) return;
-      unsigned others = 0;  // two bits for each of this thread's rows
+      const unsigned others = other_branches(task, lane);
       int count = 0;
-#pragma unroll 1
-      for (int i = 0; i < kEach; ++i) {
-        const unsigned found = other_branches(task, i * kWarpThreads + lane);
-        count += __popc(__ballot_sync(~0u, found & 1));
-        others |= found << 2 * i;
-      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) count += __popc(__ballot_sync(~0u, others >> 2 * i & 1));
       await_earlier(task, lane);
       // One buffer: the consumers must be done with the task before.
       if (number > 0) wait(memory.task_free((number - 1) % kTaskSlots), (number - 1) / kTaskSlots & 1);

@@ -1,8 +1,8 @@
-// Times forward and backward of named workloads on one GPU and prints one JSON line for each; bench/gpu_vs_torch.py
-// runs it beside its peers.
+// Times forward and backward of named workloads on one GPU and prints one JSON line for each.
 //   sustained: mean of back-to-back calls; burst: median of 7 calls after a pause of 0.25 s (a long run meets the
-//   card's power cap, a short one does not). usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only]
-//   [workload...]; some workloads run only when named
+//   card's power cap, a short one does not).
+// usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only] [--once] [all | workload...]
+//   some workloads run only when named; --once calls forward once and times nothing, for profilers
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -50,15 +50,19 @@ std::vector<Workload> workloads() {
     add("million", 1048576, 12, 64, million);
     add("wide131k", 131072, 16, 128, Pattern::dilated({8192, 16384, 32768, 65536}, {1, 2, 4, 8}));
     if (!causal) add("slide10k", 10001, 16, 48, slide, DType::f16);
-    // Only by name: what a call costs; strands of one length; 512 strands of 2,048 rows at several dilations; a larger
-    // slide.
+    // Only by name: what a call costs; strands of one length; 512 strands of 2,048 rows at several dilations; other
+    // head dims; a larger slide, and branches that merge at head dim 64.
     const std::size_t named = list.size();
     add("call", 64, 1, 64, Pattern::dense());
     for (const std::int64_t rows : {64, 128, 256, 512, 1024})
       add(fmt::format("strand{}", rows), 131072, 8, 64, Pattern::dilated({rows}, {1}));
     for (const std::int64_t r : {1, 2, 4, 8, 16})
       add(fmt::format("dilation{}", r), 131072 * r, 8, 64, Pattern::dilated({2048 * r}, {r}));
+    add("dense16k_d48", 16384, 16, 48, Pattern::dense(), DType::f16);
+    add("dense16k_d192", 16384, 8, 192, Pattern::dense());
+    add("dense16k_d256", 16384, 8, 256, Pattern::dense());
     if (!causal) add("slide65k", 65536, 16, 48, slide, DType::f16);
+    if (!causal) add("merged65k_d64", 65536, 12, 64, Pattern::longnet({2048, 8192, 32768}, {1, 2, 4}));
     for (std::size_t i = named; i < list.size(); ++i) list[i].always = false;
   }
   const auto add_special = [&](std::string name, std::int64_t tokens, std::int64_t heads, DType dtype, auto&& set) {
@@ -135,10 +139,17 @@ Times measure(Body&& body) {
   return times;
 }
 
-void run(const Workload& work, Device device, const std::string& kernel, bool forward_only) {
+struct Request {
+  Device device{DeviceType::cuda, 0};
+  std::string kernel;
+  bool forward_only = false, once = false;
+};
+
+void run(const Workload& work, const Request& request) {
+  const Device device = request.device;
   Options options = work.options;
   options.causal = work.causal;
-  options.kernel = kernel;
+  options.kernel = request.kernel;
   const Attention attention(work.pattern, options);
   const Tensor q(work, work.dtype, work.head_dim), k(work, work.dtype, work.head_dim),
       v(work, work.dtype, work.head_dim), out(work, work.dtype, work.head_dim), lse(work, DType::f32, 1);
@@ -149,13 +160,21 @@ void run(const Workload& work, Device device, const std::string& kernel, bool fo
   const auto plan = attention.plan(Attention::problem(view(q), view(k)));
   const PlanTotals totals = plan->totals();
   device_memory::reset_peak(device.index);
-  const Times forward = measure([&] { attention.forward(view(q), view(k), view(v), view(out), lse_view); });
+  const auto forward_once = [&] { attention.forward(view(q), view(k), view(v), view(out), lse_view); };
+  if (request.once) {
+    forward_once();
+    cuda::check(cudaDeviceSynchronize(), "a call");
+    fmt::print("{{\"workload\": \"{}\"}}\n", work.name);
+    std::fflush(stdout);
+    return;
+  }
+  const Times forward = measure(forward_once);
   std::string line = fmt::format(
       R"({{"workload": "{}", "kernel": "{}", "forward_ms": {:.4f}, "forward_burst_ms": {:.4f}, "forward_tflops": {:.1f}, "forward_burst_tflops": {:.1f}, "forward_extra_bytes": {})",
       work.name, plan->kernel(Pass::forward)->name, forward.sustained, forward.burst,
       totals.forward_flops / forward.sustained * 1e-9, totals.forward_flops / forward.burst * 1e-9,
       device_memory::statistics(device.index).peak_used_bytes);
-  if (!forward_only) {
+  if (!request.forward_only) {
     const Tensor dout(work, work.dtype, work.head_dim), dq(work, work.dtype, work.head_dim),
         dk(work, work.dtype, work.head_dim), dv(work, work.dtype, work.head_dim);
     device_memory::reset_peak(device.index);
@@ -174,25 +193,26 @@ void run(const Workload& work, Device device, const std::string& kernel, bool fo
 }
 
 int run_all(int argc, char** argv) {
-  Device device{DeviceType::cuda, 0};
-  std::string kernel;
-  bool forward_only = false;
+  Request request;
   std::vector<std::string> wanted;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
-    if (argument == "--device" && i + 1 < argc) device.index = std::atoi(argv[++i]);
-    else if (argument == "--kernel" && i + 1 < argc) kernel = argv[++i];
-    else if (argument == "--forward-only") forward_only = true;
+    if (argument == "--device" && i + 1 < argc) request.device.index = std::atoi(argv[++i]);
+    else if (argument == "--kernel" && i + 1 < argc) request.kernel = argv[++i];
+    else if (argument == "--forward-only") request.forward_only = true;
+    else if (argument == "--once") request.once = true;
     else wanted.emplace_back(argument);
   }
   if (cuda::devices().empty()) {
     fmt::print(stderr, "longspan_gpu_bench: {}\n", cuda::why_none());
     return 1;
   }
-  cuda::check(cudaSetDevice(device.index), "choosing a GPU");
+  cuda::check(cudaSetDevice(request.device.index), "choosing a GPU");
+  const auto asked = [&](const std::string& name) {
+    return std::find(wanted.begin(), wanted.end(), name) != wanted.end();
+  };
   for (const Workload& work : workloads()) {
-    if (wanted.empty() ? work.always : std::find(wanted.begin(), wanted.end(), work.name) != wanted.end())
-      run(work, device, kernel, forward_only);
+    if (wanted.empty() ? work.always : asked(work.name) || asked("all")) run(work, request);
   }
   return 0;
 }

@@ -1,62 +1,120 @@
 #!/usr/bin/env bash
-# Runs the tests and benchmarks of the CUDA engine on a machine with a GPU, from programs that are built already (they need
-# no CUDA installation there; the driver is enough).
-#   scripts/gpu_check.sh PROGRAMS [RESULTS] [--quick]
-# PROGRAMS holds gpu_engine_test, gpu_matches_reference_test, hopper_test and longspan_gpu_bench; logs, h200_cuda.json (the
-# portable kernels) and h200_vs_torch.json go to RESULTS (default: the current folder). --quick leaves out the sanitizer and the
-# comparison with torch.
+# Tests and measures the GPU engines on a machine with a GPU, from programs that are built already (they need no CUDA
+# installation there; the driver is enough).
+#   scripts/gpu_check.sh PROGRAMS RESULTS [STEP...]
+# PROGRAMS holds longspan, longspan_gpu_bench and the tests of tests/gpu. Python steps need torch, pytest and the longspan
+# package on PYTHONPATH. Steps, all without any:
+#   tests      tests of label gpu
+#   python     pytest -m gpu
+#   check      longspan check --random 1000: every kernel, then the Hopper kernels alone on other cases
+#   sanitizer  compute-sanitizer on a reduced set
+#   bench      longspan_gpu_bench, the kernels chosen and the portable ones alone; longspan bench
+#   profile    Nsight Compute on three forwards
+#   modules    python -m longspan.bench at 131,072 tokens
+#   peers      bench/gpu_vs_torch.py, the kernels chosen and the portable ones alone
+# The first four run side by side, several processes each; what measures runs alone. Logs go to RESULTS/logs, and
+# bench/gpu_report.py makes RESULTS/h200_*.json of them.
 set -uo pipefail
 
-programs=${1:?folder with the built programs}
-results=${2:-.}
-quick=${3:-}
-mkdir -p "$results"
-failed=0
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+programs=$(cd "${1:?folder with the built programs}" && pwd)
+mkdir -p "${2:?folder for results}/logs"
+results=$(cd "$2" && pwd)
+shift 2
+steps=${*:-tests python check sanitizer bench profile modules peers}
+logs=$results/logs
+failed=$logs/failed
+: >"$failed"
 
-run() {  # name, seconds, command...: full output in a log, the end of it on the terminal if it fails
+run() { # name, seconds, command...: full output in a log, the telling lines of it on the terminal if it fails
   local name=$1 seconds=$2 begin=$SECONDS
   shift 2
-  if timeout "$seconds" "$@" >"$results/$name.log" 2>&1; then
+  if timeout "$seconds" "$@" >"$logs/$name.log" 2>&1; then
     echo "$name: passed ($((SECONDS - begin)) s)"
   else
-    echo "$name: FAILED ($((SECONDS - begin)) s)"
-    grep -E '^\[  FAILED|Failure|instead of|exception|error' "$results/$name.log" | cut -c1-200 | head -25
-    failed=1
+    echo "$name: FAILED, exit status $? ($((SECONDS - begin)) s)"
+    grep -E '^\[  FAILED|^FAILED|^E  |Failure|instead of|exception|[Ee]rror' "$logs/$name.log" | cut -c1-200 | head -25
+    echo "$name" >>"$failed"
   fi
 }
 
-nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-run gpu_engine_test 120 "$programs/gpu_engine_test"
-run gpu_matches_reference_test 180 "$programs/gpu_matches_reference_test"
-run hopper_test 120 "$programs/hopper_test"
-run hopper_bench 60 "$programs/longspan_gpu_bench" --forward-only
-run gpu_bench 150 "$programs/longspan_gpu_bench" --kernel cuda-mma
-python3 - "$results" "$(git -C "$(dirname "$0")" rev-parse --short HEAD 2>/dev/null || echo unknown)" <<'END'
-import datetime, json, pathlib, subprocess, sys
-results, commit = pathlib.Path(sys.argv[1]), sys.argv[2]
-workloads = [json.loads(line) for line in open(results / "gpu_bench.log") if line.startswith("{")]
-for w in workloads:
-    print(f"{w['workload']:26} forward {w['forward_burst_ms']:8.3f} ms {w['forward_burst_tflops']:6.0f} TFLOP/s burst {w['forward_tflops']:6.0f} sustained"
-          f"   backward {w['backward_burst_ms']:8.3f} ms {w['backward_burst_tflops']:6.0f} burst {w['backward_tflops']:6.0f} sustained")
-smi = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-gpu, driver = smi.stdout.splitlines()[0].split(", ")
-(results / "h200_cuda.json").write_text(json.dumps(
-    {"gpu": gpu, "driver": driver, "commit": commit, "date": str(datetime.date.today()),
-     "command": "longspan_gpu_bench --kernel cuda-mma", "workloads": workloads}, indent=1) + "\n")
-END
-if [[ $quick != --quick ]]; then
-  if command -v compute-sanitizer >/dev/null; then
-    for tool in memcheck racecheck synccheck; do
-      run "$tool" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/gpu_matches_reference_test" \
-        --gtest_filter='*Everything/*d64:*longnet_paper_bf16_causal_d64:*groups_f16_full_d128_ragged:*Tf32*groups_f32_causal_d96'
-    done
-  else
+shards() { # test, processes: they share its cases
+  local i
+  for ((i = 0; i < $2; i++)); do
+    GTEST_TOTAL_SHARDS=$2 GTEST_SHARD_INDEX=$i run "$1.$i" 240 "$programs/$1" &
+  done
+}
+
+step_tests() {
+  local test
+  for test in "$programs"/*_test; do
+    case $test in
+      */gpu_matches_reference_test | */hopper*_test) shards "${test##*/}" 4 ;;
+      *) shards "${test##*/}" 1 ;;
+    esac
+  done
+}
+step_python() {
+  (cd "$repository" && run pytest 200 python3 -m pytest -q -m gpu -p no:cacheprovider python/tests/test_gpu.py) &
+}
+step_check() {
+  run check_every 120 "$programs/longspan" check --device cuda --random 1000 --json &
+  run check_hopper 120 "$programs/longspan" check --device cuda --random 1000 --seed 1 --kernel hopper-wgmma --json &
+}
+step_sanitizer() {
+  local tool
+  if ! command -v compute-sanitizer >/dev/null; then
     echo "compute-sanitizer: not here, left out"
+    return
   fi
-  if python3 -c 'import torch, longspan' 2>/dev/null; then
-    timeout 280 python3 "$(dirname "$0")/../bench/gpu_vs_torch.py" --quick --json "$results/h200_vs_torch.json"
-  else
-    echo "torch and the longspan package: not both here, comparison left out"
+  for tool in memcheck racecheck synccheck; do
+    run "$tool" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/gpu_matches_reference_test" \
+      --gtest_filter='*Everything/*d64:*longnet_paper_bf16_causal_d64:*groups_f16_full_d128_ragged:*Tf32*groups_f32_causal_d96' &
+    run "$tool.hopper" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_test" \
+      --gtest_filter='*Matches*slide_bf16*:*Matches*slide_d256_f16_causal:*Matches*groups_d192_bf16:*Matches*packed_strands_f16' &
+  done
+}
+step_bench() {
+  local i=0 problem
+  wait
+  run bench 120 "$programs/longspan_gpu_bench" --forward-only all
+  run bench_portable 150 "$programs/longspan_gpu_bench" --kernel cuda-mma
+  for problem in 'dense --heads 16 --tokens 16K --head-dim 64' 'dense --heads 16 --tokens 16K --head-dim 128' \
+    'dilated --tokens 128K' 'dilated --tokens 128K --causal'; do
+    # shellcheck disable=SC2086
+    run "cli_bench.$((i++))" 40 "$programs/longspan" bench $problem --dtype bf16 --device cuda --json
+  done
+}
+step_profile() {
+  wait
+  if ! command -v ncu >/dev/null; then
+    echo "ncu: not here, left out"
+    return
   fi
-fi
-exit $failed
+  run profile 90 ncu --clock-control none --csv --page raw --kernel-name regex:forward \
+    --metrics "$(python3 "$repository/bench/gpu_report.py" --metrics)" \
+    "$programs/longspan_gpu_bench" --forward-only --once dense16k_d64 strand256 slide10k
+}
+step_modules() {
+  wait
+  run modules 150 python3 -m longspan.bench module encoder overhead --device cuda --tokens 131072 --out "$logs"
+}
+step_peers() {
+  wait
+  run peers 280 python3 "$repository/bench/gpu_vs_torch.py" --json "$results/h200_vs_torch.json"
+  run peers_portable 100 python3 "$repository/bench/gpu_vs_torch.py" --quick --kernel cuda-mma \
+    --json "$results/h200_vs_torch_portable.json" 'dense*' 'dilated_8k*' 'dilated_131k*' gigapath_10k
+}
+
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$logs/gpu"
+"$programs/longspan" --version | tee "$logs/version"
+for step in $steps; do
+  if ! declare -F "step_$step" >/dev/null; then
+    echo "gpu_check.sh: no step is called '$step'; they are in its first lines" >&2
+    exit 2
+  fi
+  "step_$step"
+done
+wait
+python3 "$repository/bench/gpu_report.py" "$results"
+[[ ! -s $failed ]]

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the tables of README.md from bench/results, so that every number there is a committed one.
+"""Writes the tables of README.md and docs from bench/results, so that every number there is a committed one.
 
     scripts/readme_tables.py           # writes them
-    scripts/readme_tables.py --check   # exit 1 if README.md says something else
+    scripts/readme_tables.py --check   # exit 1 if a page says something else
+
+Rows that a result does not have are left out.
 """
 
 import json
@@ -11,6 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+
+
+def result(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
 
 GPU_ROWS = {
     "dilated_8k": "dilated, 8,192 tokens, 8 heads of 64",
@@ -22,7 +29,7 @@ GPU_ROWS = {
 
 
 def gpu_table() -> list[str]:
-    rows = {row["name"]: row for row in json.loads((RESULTS / "h200_vs_torch.json").read_text())["rows"]}
+    rows = {row["name"]: row for row in result("h200_vs_torch")["rows"]}
     lines = ["| | forward | times faster | forward + backward, times faster |", "|---|---|---|---|"]
     for name, title in GPU_ROWS.items():
         forward, both = rows[name]["forward"], rows[name]["forward_backward"]
@@ -34,7 +41,7 @@ def gpu_table() -> list[str]:
 
 
 def cpu_table() -> list[str]:
-    report = json.loads((RESULTS / "cpu_vs_torch.json").read_text())
+    report = result("cpu_vs_torch")
     titles = {"dilated": "dilated", "short strands": "segments of 256 and 512", "gigapath": "GigaPath's five branches"}
     lines = ["| | type | forward, full / causal | forward + backward, full / causal |", "|---|---|---|---|"]
     groups: dict[tuple, dict[bool, dict]] = {}
@@ -46,23 +53,132 @@ def cpu_table() -> list[str]:
     return lines
 
 
-def main() -> int:
-    path = ROOT / "README.md"
-    text = written = path.read_text()
-    for name, table in {"gpu": gpu_table, "cpu": cpu_table}.items():
+#: Workloads of longspan_gpu_bench: full and causal, where both are measured; the bar of the issue; what is told.
+HOPPER_ROWS = [
+    ("dense 16k d64, full / causal", ("dense16k_d64", "dense16k_d64_causal"), "540 / 550", "tflops"),
+    ("dense 16k d128", ("dense16k_d128", "dense16k_d128_causal"), "720 / 730", "tflops"),
+    ("dense 16k d192", ("dense16k_d192", "dense16k_d192_causal"), "", "tflops"),
+    ("dense 16k d256", ("dense16k_d256", "dense16k_d256_causal"), "", "tflops"),
+    ("131k d64, segments 2048, 4096, 8192, dilations 1, 2, 4", ("seed131k", "seed131k_causal"), "520 / 420", "tflops"),
+    ("131k d128, segments 8192 to 65536, dilations 1 to 8", ("wide131k", "wide131k_causal"), "", "tflops"),
+    ("1M, 12 heads, dilations to 512", ("million", "million_causal"), "", "tflops"),
+    ("strands of 64 / 128 rows, full", ("strand64", "strand128"), "", "tflops"),
+    ("strands of 256 / 512 / 1,024 rows, full", ("strand256", "strand512", "strand1024"), "340 / 420 / 490", "tflops"),
+    ("512 strands of 2,048 rows, dilations 1 / 2 / 4 / 8, zeros included",
+     ("dilation1", "dilation2", "dilation4", "dilation8"), "", "tflops"),
+    ("all heads, 3 branches, 65k d64", ("merged65k_d64",), "", "tflops"),
+    ("GigaPath, float16, 10,001 / 65,536 tokens, ms", ("slide10k", "slide65k"), "0.348 / 3.30", "ms"),
+]  # fmt: skip
+CUDA_ROWS = [
+    ("dense, 16,384 tokens, 16 heads of 64 / causal", ("dense16k_d64", "dense16k_d64_causal")),
+    ("dense, 16,384 tokens, 16 heads of 128 / causal", ("dense16k_d128", "dense16k_d128_causal")),
+    ("dilated, 131,072 tokens, 8 heads of 64 / causal", ("seed131k", "seed131k_causal")),
+    ("dilated, 8,192 tokens, 8 heads of 64 / causal", ("seed8k", "seed8k_causal")),
+    ("dilated, 131,072 tokens, 16 heads of 128 / causal", ("wide131k", "wide131k_causal")),
+    ("LongNet on all heads, 10,001 tokens, 16 heads of 48, float16", ("slide10k",)),
+    ("dense, 16,384 tokens, 16 heads of 64, `deterministic`", ("dense16k_d64_deterministic",)),
+    ("dense, 4,096 tokens, 8 heads of 64, exact float32", ("dense4k_f32",)),
+    ("the same with `allow_tf32`", ("dense4k_tf32",)),
+]
+PEER_ROWS = [
+    ("dense 16k d64", "dense_16k_d64"),
+    ("dense 16k d128", "dense_16k_d128"),
+    ("dilated 8k", "dilated_8k"),
+    ("dilated 32k", "dilated_32k"),
+    ("dilated 131k", "dilated_131k"),
+    ("dilated 131k d128", "dilated_131k_d128"),
+    ("dilated 1M", "dilated_1m"),
+    ("GigaPath 10k", "gigapath_10k"),
+    ("GigaPath 65k", "gigapath_65k"),
+]
+
+
+def workloads(name: str) -> dict[str, dict]:
+    return {work["workload"]: work for work in result(name)["workloads"]}
+
+
+def told(works: dict[str, dict], names: tuple[str, ...], field: str) -> str:
+    digits = 3 if field.endswith("ms") else 0
+    return " / ".join(f"{works[name][field]:.{digits}f}" for name in names if name in works)
+
+
+def hopper_table() -> list[str]:
+    chosen, portable = workloads("h200_hopper"), workloads("h200_cuda")
+    lines = ["| TFLOP/s, unless named | bar | burst | sustained | `cuda-mma`, burst |", "|---|---|---|---|---|"]
+    for title, names, bar, unit in HOPPER_ROWS:
+        if all(name in chosen for name in names):
+            fields = [told(chosen, names, f"forward_burst_{unit}"), told(chosen, names, f"forward_{unit}")]
+            lines.append(f"| {title} | {bar} | {' | '.join(fields)} | {told(portable, names, f'forward_burst_{unit}')} |")
+    return lines
+
+
+def profile_table() -> list[str]:
+    lines = ["| percent of the peak | tensor pipe | issue slots | DRAM | L2 | GHz |", "|---|---|---|---|---|---|"]
+    for name, facts in result("h200_hopper")["profile"].items():
+        fields = ("tensor_pipe_percent", "issue_slots_percent", "dram_percent", "l2_percent")
+        values = " | ".join(f"{facts[field]:.0f}" for field in fields)
+        lines.append(f"| {name} | {values} | {facts['gigahertz']:.2f} |")
+    return lines
+
+
+def peers_table() -> list[str]:
+    rows = {row["name"]: row for row in result("h200_vs_torch")["rows"]}
+    lines = ["| forward, times faster | full, burst | sustained | causal, burst | sustained |", "|---|---|---|---|---|"]
+
+    def ratios(name: str) -> str:
+        if name not in rows or "forward" not in rows[name]:
+            return " | "
+        forward = rows[name]["forward"]
+        texts = []
+        for kind in ("burst", "sustained"):
+            text = f"{forward[f'{kind}_times_faster']:.2f}"
+            if f"{kind}_times_faster_than_eager" in forward:
+                text += f" ({forward[f'{kind}_times_faster_than_eager']:.2f} than eager)"
+            texts.append(text)
+        return " | ".join(texts)
+
+    return lines + [f"| {title} | {ratios(name)} | {ratios(name + '_causal')} |" for title, name in PEER_ROWS]
+
+
+def cuda_table() -> list[str]:
+    works = workloads("h200_cuda")
+    lines = ["| bfloat16 unless said | forward | backward |", "|---|---|---|"]
+    for title, names in CUDA_ROWS:
+        if all(name in works for name in names):
+            lines.append(f"| {title} | {told(works, names, 'forward_tflops')} | {told(works, names, 'backward_tflops')} |")
+    return lines
+
+
+PAGES = {
+    "README.md": {"gpu": gpu_table, "cpu": cpu_table},
+    "docs/hopper.md": {"hopper": hopper_table, "profile": profile_table, "peers": peers_table},
+    "docs/cuda_engine.md": {"cuda": cuda_table},
+}
+
+
+def with_tables(text: str, page: str) -> str:
+    for name, table in PAGES[page].items():
         begin, end = f"<!-- {name} table: scripts/readme_tables.py -->\n", f"<!-- end of {name} table -->"
-        before, _, rest = written.partition(begin)
+        before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
         if not found:
-            print(f"README.md lacks the lines {begin.strip()} and {end}", file=sys.stderr)
-            return 1
-        written = before + begin + "\n".join(table()) + "\n" + end + after
-    if "--check" in sys.argv[1:]:
-        if written != text:
-            print("README.md differs from bench/results: run scripts/readme_tables.py", file=sys.stderr)
-        return int(written != text)
-    path.write_text(written)
-    return 0
+            sys.exit(f"{page} lacks the lines {begin.strip()} and {end}")
+        text = before + begin + "\n".join(table()) + "\n" + end + after
+    return text
+
+
+def main() -> int:
+    differs = False
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text()
+        written = with_tables(text, page)
+        if "--check" not in sys.argv[1:]:
+            path.write_text(written)
+        elif written != text:
+            print(f"{page} differs from bench/results: run scripts/readme_tables.py", file=sys.stderr)
+            differs = True
+    return int(differs)
 
 
 if __name__ == "__main__":

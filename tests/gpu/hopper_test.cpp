@@ -96,6 +96,7 @@ std::vector<Setting> settings() {
           {"slide", slide, {1, 2001, 4, 4, 48}, {}, {}},
           {"slide_lengths", slide, {2, 1201, 4, 4, 64}, {1200, 77}, {}},
           {"slide_wide", slide, {1, 1201, 4, 4, 128}, {}, {}},
+          {"slide_d96", slide, {1, 1201, 4, 4, 96}, {}, {}},
           {"slide_d160", slide, {1, 1201, 2, 2, 160}, {}, {}},
           {"slide_d256", slide, {1, 1201, 4, 2, 256}, {}, {}},
           {"slide_many", Pattern::longnet({128, 300, 900, 2000}, {1, 2, 3, 4}), {2, 3001, 6, 3, 32}, {}, {}},

@@ -277,8 +277,9 @@ struct Consumer {
   /// one continues. Returns a bit for each of the two rows that none does.
   __device__ __forceinline__ unsigned merge(const Task& task, std::uint32_t number, int row,
                                             const float (&correction)[2]) {
-    constexpr int kPairs = kColumns / 8, kPart = kPairs < 8 ? kPairs : 8;  // of columns; not all at once, for registers
-    const int pairs = (a.base.columns - lane % 4 * 2 + 7) / 8;             // that exist
+    constexpr int kPairs = kColumns / 8, kPart = kPairs % 8 == 0 ? 8 : 6;  // of columns; not all at once, for registers
+    static_assert(kPairs % kPart == 0);
+    const int pairs = (a.base.columns - lane % 4 * 2 + 7) / 8;  // that exist
     const std::int64_t first = a.base.packed_row(task.entry, task.q_row, task.head);
     wait(memory.state_full(number % kTaskSlots), number / kTaskSlots & 1);
     unsigned finished = 0;

@@ -23,6 +23,7 @@ from ._errors import (
 from ._longspan import (
     Attention,
     BlockMask,
+    BlockPattern,
     Options,
     Pattern,
     Plan,
@@ -32,7 +33,26 @@ from ._longspan import (
 from ._longspan import commit as _commit
 from ._longspan import version as _version
 from ._operator import attention, attention_backward
-from ._patterns import block_sparse, dense, dilated, info, kernels, longnet, plan
+from ._inspect import adaptive_mask, attention_blocks, attention_received
+from ._patterns import (
+    adaptive,
+    bigbird,
+    block_sparse,
+    dense,
+    dilated,
+    dilated_sparse,
+    draw,
+    global_local,
+    hierarchical,
+    info,
+    kernels,
+    local_window,
+    longformer,
+    longnet,
+    plan,
+    random_blocks,
+    strided,
+)
 
 __version__: str = _version()
 __commit__: str = _commit()
@@ -40,6 +60,7 @@ __commit__: str = _commit()
 __all__ = [
     "Attention",
     "BlockMask",
+    "BlockPattern",
     "Cancelled",
     "CommError",
     "CudaError",
@@ -51,20 +72,33 @@ __all__ = [
     "Pattern",
     "Plan",
     "Unsupported",
+    "adaptive",
+    "adaptive_mask",
     "attention",
     "attention_backward",
+    "attention_blocks",
+    "attention_received",
+    "bigbird",
     "block_sparse",
     "dense",
     "device_memory",
     "dilated",
+    "dilated_sparse",
+    "draw",
+    "global_local",
+    "hierarchical",
     "host_memory",
     "info",
     "kernels",
+    "local_window",
+    "longformer",
     "longnet",
     "num_threads",
     "plan",
     "plan_cache",
+    "random_blocks",
     "set_num_threads",
+    "strided",
 ]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy
+import numpy.typing
 from numpy.typing import NDArray
 
 
@@ -12,6 +13,10 @@ class BlockMask:
     """Which key blocks each block row sees. Immutable."""
 
     def __init__(self, mask: Annotated[NDArray[numpy.bool_], dict(order='C', device='cpu', writable=False)], block_size: int) -> None: ...
+
+    @staticmethod
+    def from_rows(block_size: int, heads: int, blocks: int, rows: Sequence[Sequence[int]]) -> BlockMask:
+        """rows[head * blocks + I]: active key blocks of block row I, ascending."""
 
     @property
     def block_size(self) -> int: ...
@@ -31,9 +36,81 @@ class BlockMask:
 
     def active(self, head: int, block_row: int, block_column: int) -> bool: ...
 
+    def row(self, head: int, block_row: int) -> list[int]:
+        """Active key blocks of a block row."""
+
+    def column(self, head: int, block_column: int) -> list[int]:
+        """Block rows that see a key block."""
+
+    def to_dense(self) -> numpy.typing.NDArray[numpy.bool_]:
+        """Booleans [heads, blocks, blocks]."""
+
+    def indices(self) -> numpy.typing.NDArray[numpy.int64]:
+        """(head, block row, block column) of every active block."""
+
+    def __or__(self, arg: BlockMask, /) -> BlockMask: ...
+
+    def __and__(self, arg: BlockMask, /) -> BlockMask: ...
+
+    def __sub__(self, arg: BlockMask, /) -> BlockMask: ...
+
     def __eq__(self, other: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
+
+    def __str__(self) -> str: ...
+
+    def __repr__(self) -> str: ...
+
+    def __reduce__(self) -> tuple: ...
+
+class BlockPattern:
+    """
+    A block-sparse pattern for any length: a union of terms. Immutable; unite with |.
+    """
+
+    def __init__(self, mask: BlockMask) -> None: ...
+
+    @staticmethod
+    def local_window(window: int, block_size: int = 64) -> BlockPattern: ...
+
+    @staticmethod
+    def strided(stride: int, block_size: int = 64) -> BlockPattern: ...
+
+    @staticmethod
+    def dilated_sparse(rates: Sequence[int], block_size: int = 64) -> BlockPattern: ...
+
+    @staticmethod
+    def global_local(global_tokens: int, window: int, block_size: int = 64) -> BlockPattern: ...
+
+    @staticmethod
+    def hierarchical(levels: Sequence[tuple[int, int]], block_size: int = 64) -> BlockPattern: ...
+
+    @staticmethod
+    def random(density: float, seed: int = 0, block_size: int = 64) -> BlockPattern: ...
+
+    @staticmethod
+    def adaptive(density: float, block_size: int = 64) -> BlockPattern: ...
+
+    @staticmethod
+    def bigbird(global_tokens: int, window: int, density: float, seed: int, block_size: int) -> BlockPattern: ...
+
+    @staticmethod
+    def parse(text: str) -> BlockPattern: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def mask(self, rows: int, heads: int = 1, causal: bool = False) -> BlockMask:
+        """The mask for a length."""
+
+    def __or__(self, arg: BlockPattern, /) -> BlockPattern: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __str__(self) -> str: ...
 
     def __repr__(self) -> str: ...
 
@@ -53,7 +130,7 @@ class Pattern:
         """LongNet: every branch on all heads, mixed by one softmax."""
 
     @staticmethod
-    def block_sparse(mask: BlockMask) -> Pattern:
+    def block_sparse(mask: BlockPattern) -> Pattern:
         """One branch over the whole sequence with a mask."""
 
     @staticmethod
@@ -68,7 +145,7 @@ class Pattern:
 
     def with_output_scale(self, output_scale: float) -> Pattern: ...
 
-    def with_mask(self, branch: int, mask: BlockMask) -> Pattern:
+    def with_mask(self, branch: int, mask: BlockPattern) -> Pattern:
         """A block mask in strand coordinates for one branch."""
 
     @property
@@ -154,6 +231,12 @@ class Plan:
     def merges_branches(self) -> bool: ...
 
     @property
+    def masks(self) -> list[BlockMask | None]:
+        """
+        The block mask of each branch; None where there is none, or where each call chooses it.
+        """
+
+    @property
     def totals(self) -> dict[str, float]:
         """pairs, FLOPs and bytes when queries are all positions."""
 
@@ -194,6 +277,21 @@ class Attention:
         """The plan for a problem, from the cache."""
 
     def __repr__(self) -> str: ...
+
+def attention_blocks(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, block_size: int = 0) -> tuple:
+    """
+    (entry, head, block row, block column) of each block, its probabilities, the block size.
+    """
+
+def attention_received(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None) -> object:
+    """The total weight every key receives, [batch, heads, tokens]."""
+
+def adaptive_mask(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None) -> BlockMask:
+    """What an adaptive pattern chooses."""
+
+def draw(plan: Plan, head: int = 0, cells: int = 48, ascii: bool = False) -> str: ...
+
+def draw_svg(plan: Plan, head: int = 0, cells: int = 128) -> str: ...
 
 def version() -> str: ...
 

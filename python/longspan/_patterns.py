@@ -9,7 +9,20 @@ from typing import Any
 import numpy as np
 
 from ._errors import InvalidArgument
-from ._longspan import Attention, BlockMask, Options, Pattern, Plan, commit, gpus, num_threads, version, why_no_gpu
+from . import _longspan
+from ._longspan import (
+    Attention,
+    BlockMask,
+    BlockPattern,
+    Options,
+    Pattern,
+    Plan,
+    commit,
+    gpus,
+    num_threads,
+    version,
+    why_no_gpu,
+)
 
 
 def dense() -> Pattern:
@@ -32,11 +45,99 @@ def longnet(
 
 
 def block_sparse(mask: Any, block_size: int = 64) -> Pattern:
-    """One branch over the whole sequence with a block mask: a BlockMask, or booleans [blocks, blocks] or
-    [heads, blocks, blocks]."""
-    if not isinstance(mask, BlockMask):
-        mask = BlockMask(np.ascontiguousarray(mask, dtype=bool), block_size)
-    return Pattern.block_sparse(mask)
+    """One branch over the whole sequence with a block mask: a BlockPattern or its text ('local_window(512)+random(0.1,7)'),
+    a BlockMask, or booleans [blocks, blocks] or [heads, blocks, blocks]."""
+    return Pattern.block_sparse(as_blocks(mask, block_size))
+
+
+def as_blocks(mask: Any, block_size: int = 64) -> BlockPattern:
+    """What block_sparse takes, as a BlockPattern. block_size serves booleans only: everything else knows its own."""
+    if isinstance(mask, BlockPattern):
+        return mask
+    if isinstance(mask, BlockMask):
+        return BlockPattern(mask)
+    if isinstance(mask, str):
+        return BlockPattern.parse(mask)
+    array = np.asarray(mask)
+    if array.dtype != np.bool_:
+        raise InvalidArgument(
+            f"mask is {type(mask).__name__} of {array.dtype}: give booleans, a BlockMask, a BlockPattern or its text",
+            "mask",
+        )
+    return BlockPattern(BlockMask(np.ascontiguousarray(array), block_size))
+
+
+def local_window(window: int, block_size: int = 64) -> BlockPattern:
+    """Block rows see blocks at most (window / block_size) / 2 away (whole divisions)."""
+    return BlockPattern.local_window(window, block_size)
+
+
+def strided(stride: int, block_size: int = 64) -> BlockPattern:
+    """Block rows see every (stride / block_size)-th block, counted from themselves."""
+    return BlockPattern.strided(stride, block_size)
+
+
+def dilated_sparse(rates: Sequence[int], block_size: int = 64) -> BlockPattern:
+    """Block rows see themselves and the blocks that are one of `rates` blocks away."""
+    return BlockPattern.dilated_sparse(list(rates), block_size)
+
+
+def global_local(global_tokens: int, window: int, block_size: int = 64) -> BlockPattern:
+    """A local window; the first global_tokens see everything and are seen by everything."""
+    return BlockPattern.global_local(global_tokens, window, block_size)
+
+
+def hierarchical(
+    levels: Sequence[tuple[int, int]] = ((64, 256), (256, 1024), (1024, -1)), block_size: int = 64
+) -> BlockPattern:
+    """(stride, window) of each level in tokens: every stride-th row sees a window, or everything if window is -1."""
+    return BlockPattern.hierarchical([(stride, window) for stride, window in levels], block_size)
+
+
+def random_blocks(density: float, seed: int = 0, block_size: int = 64) -> BlockPattern:
+    """Per head and block row: the diagonal, and blocks drawn at random; density is the fraction kept."""
+    return BlockPattern.random(density, seed, block_size)
+
+
+def adaptive(density: float, block_size: int = 64) -> BlockPattern:
+    """Per call, batch entry and head: the blocks whose mean key fits the mean query best; density is the fraction kept."""
+    return BlockPattern.adaptive(density, block_size)
+
+
+def bigbird(
+    global_tokens: int | None = None,
+    window: int | None = None,
+    density: float = 0.05,
+    seed: int = 0,
+    block_size: int = 64,
+) -> BlockPattern:
+    """Global tokens (default: two blocks), a local window (default: three blocks) and random blocks."""
+    return BlockPattern.bigbird(
+        -1 if global_tokens is None else global_tokens, -1 if window is None else window, density, seed, block_size
+    )
+
+
+def longformer(window: int = 512, global_tokens: int = 64, block_size: int = 64) -> BlockPattern:
+    """A local window and some global tokens."""
+    return BlockPattern.global_local(global_tokens, window, block_size)
+
+
+def draw(
+    pattern: Pattern | BlockPattern | str | None = None,
+    tokens: int = 4096,
+    *,
+    heads: int = 8,
+    head: int = 0,
+    causal: bool = False,
+    cells: int | None = None,
+    svg: bool = False,
+    ascii: bool = False,
+) -> str:
+    """A picture of one head of a pattern, queries down and keys across: text, or an SVG drawing."""
+    made = plan(pattern, options=Options(causal=causal), tokens=tokens, heads=heads, head_dim=1)
+    if svg:
+        return _longspan.draw_svg(made, head, 128 if cells is None else cells)
+    return _longspan.draw(made, head, 48 if cells is None else cells, ascii)
 
 
 def as_pattern(pattern: Pattern | str | None) -> Pattern:
@@ -47,6 +148,8 @@ def as_pattern(pattern: Pattern | str | None) -> Pattern:
         return Pattern.parse(pattern)
     if isinstance(pattern, Pattern):
         return pattern
+    if isinstance(pattern, (BlockPattern, BlockMask)):
+        return Pattern.block_sparse(as_blocks(pattern))
     raise InvalidArgument(
         f"pattern is {type(pattern).__name__}: give a longspan.Pattern, its text, or None for dense", "pattern"
     )

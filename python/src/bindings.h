@@ -7,7 +7,9 @@ namespace longspan::python {
 
 /// C++ errors become the classes of longspan._errors.
 void bind_errors();
+void bind_blocks(nanobind::module_& module);
 void bind_patterns(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
+void bind_inspection(nanobind::module_& module);
 
 }  // namespace longspan::python

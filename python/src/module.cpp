@@ -53,8 +53,10 @@ NB_MODULE(_longspan, module) {
   // torch keeps registered operators, and with them our objects, until after nanobind looks for leaks.
   nb::set_leak_warnings(false);
   longspan::python::bind_errors();
+  longspan::python::bind_blocks(module);
   longspan::python::bind_patterns(module);
   longspan::python::bind_attention(module);
+  longspan::python::bind_inspection(module);
 
   module.def("version", [] { return std::string(longspan::version()); });
   module.def("commit", [] { return std::string(longspan::commit()); });

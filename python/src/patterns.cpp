@@ -1,8 +1,7 @@
-// Pattern, BlockMask, Options and Plan as inspectable Python values.
+// Pattern, Options and Plan as inspectable Python values.
 #include "longspan/pattern.h"
 
 #include <fmt/format.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -40,44 +39,9 @@ Pass parse_pass(const std::string& name) {
   throw InvalidArgument("pass", fmt::format("pass is '{}': give 'forward' or 'backward'", name));
 }
 
-using BooleanArray = nb::ndarray<const bool, nb::c_contig, nb::device::cpu, nb::ro>;
-
-/// mask[heads, blocks, blocks] or [blocks, blocks].
-BlockMask block_mask(BooleanArray mask, int block_size) {
-  const std::size_t dimensions = mask.ndim();
-  if (dimensions != 2 && dimensions != 3) {
-    throw InvalidArgument(
-        "mask", fmt::format("mask has {} dimensions: give [blocks, blocks] or [heads, blocks, blocks]", dimensions));
-  }
-  const auto rows = static_cast<std::int64_t>(mask.shape(dimensions - 2));
-  const auto columns = static_cast<std::int64_t>(mask.shape(dimensions - 1));
-  if (rows != columns) {
-    throw InvalidArgument("mask",
-                          fmt::format("mask has {} block rows and {} block columns: give a square one", rows, columns));
-  }
-  const auto heads = dimensions == 3 ? static_cast<std::int64_t>(mask.shape(0)) : 1;
-  return BlockMask::from_dense(block_size, heads, rows,
-                               {reinterpret_cast<const std::uint8_t*>(mask.data()), mask.size()});
-}
-
 nb::object optional_segment(std::int64_t segment) { return segment == kWholeSequence ? nb::none() : nb::cast(segment); }
 
 void bind_pattern(nb::module_& module) {
-  nb::class_<BlockMask>(module, "BlockMask", "Which key blocks each block row sees. Immutable.")
-      .def(nb::new_(&block_mask), "mask"_a, "block_size"_a)
-      .def_prop_ro("block_size", &BlockMask::block_size)
-      .def_prop_ro("heads", &BlockMask::heads)
-      .def_prop_ro("blocks", &BlockMask::blocks)
-      .def_prop_ro("active_blocks", &BlockMask::active_blocks)
-      .def_prop_ro("density", &BlockMask::density, "Fraction of blocks kept.")
-      .def("active", &BlockMask::active, "head"_a, "block_row"_a, "block_column"_a)
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
-      .def("__hash__", &BlockMask::hash)
-      .def("__repr__", [](const BlockMask& mask) {
-        return fmt::format("BlockMask(block_size={}, heads={}, blocks={}, density={:.4f})", mask.block_size(),
-                           mask.heads(), mask.blocks(), mask.density());
-      });
-
   nb::class_<Pattern>(module, "Pattern", "What attends to what: branches of (segment, dilation). Immutable.")
       .def_static("dense", &Pattern::dense, "Every position sees every position.")
       .def_static("dilated", &Pattern::dilated, "segments"_a, "dilations"_a, "Dilated attention by head groups.")
@@ -200,6 +164,18 @@ void bind_plan(nb::module_& module) {
       .def_prop_ro("scale", &Plan::scale)
       .def_prop_ro("output_scale", &Plan::output_scale)
       .def_prop_ro("merges_branches", &Plan::merges_branches)
+      .def_prop_ro(
+          "masks",
+          [](const Plan& plan) {
+            nb::list list;
+            for (const BranchPlan& branch : plan.branches()) {
+              const bool known = branch.mask && branch.adaptive_density == 0;
+              list.append(known ? nb::cast(*branch.mask) : nb::none());
+            }
+            return list;
+          },
+          nb::sig("def masks(self) -> list[BlockMask | None]"),
+          "The block mask of each branch; None where there is none, or where each call chooses it.")
       .def_prop_ro("totals", &totals, nb::sig("def totals(self) -> dict[str, float]"),
                    "pairs, FLOPs and bytes when queries are all positions.")
       .def(

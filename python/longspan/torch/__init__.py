@@ -24,15 +24,33 @@ if tuple(int(part) for part in _torch.__version__.split("+")[0].split(".")[:2]) 
         "pip install --upgrade torch"
     )
 
+from .block_sparse import (
+    AdaptiveConfig,
+    BlockSparseAdaptive,
+    BlockSparseHierarchical,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    HierarchicalConfig,
+    SparsePatternConfig,
+    create_block_sparse_attention,
+)
 from .dilated import DilatedAttention, ImprovedDilatedAttention
 from .multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from .operator import attention, attention_backward
 
 __all__ = [
+    "AdaptiveConfig",
+    "BlockSparseAdaptive",
+    "BlockSparseHierarchical",
+    "BlockSparseRingDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttention",
     "DilatedAttention",
+    "HierarchicalConfig",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
+    "SparsePatternConfig",
     "attention",
     "attention_backward",
+    "create_block_sparse_attention",
 ]

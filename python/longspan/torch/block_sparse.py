@@ -1,0 +1,443 @@
+"""Drop-ins for the block-sparse classes, their configs and factory: modules over the one operator with a block pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .._errors import InvalidArgument, Unsupported
+from .._inspect import adaptive_mask, attention_blocks
+from .._longspan import BlockMask, BlockPattern, Pattern
+from .._patterns import draw
+from .multihead import MultiheadDilatedAttention
+from .operator import attention
+from .options import accept_pool_arguments, check_dropout, finite, integer, integers, key_mask, warn_once
+
+_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+@dataclass
+class SparsePatternConfig:
+    """sparsity_ratio is the fraction of blocks KEPT. random takes it as it is; the other patterns follow their geometry,
+    and say so if that keeps more than twice or less than half of it."""
+
+    pattern_type: str = "dilated_sparse"
+    sparsity_ratio: float = 0.1
+    block_size: int = 128
+    local_window_size: int = 512
+    global_tokens: int = 64
+
+
+@dataclass
+class HierarchicalConfig:
+    """Levels {"stride": tokens, "window_size": tokens, or -1 for everything}."""
+
+    level_configs: list[dict[str, int]] = field(
+        default_factory=lambda: [
+            {"stride": 64, "window_size": 256},
+            {"stride": 256, "window_size": 1024},
+            {"stride": 1024, "window_size": -1},
+        ]
+    )
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.level_configs)
+
+
+@dataclass
+class AdaptiveConfig:
+    """base_sparsity is the fraction of blocks PRUNED. Blocks are ranked by the product of mean query and mean key, so there is
+    nothing for a scorer network or a temperature to do: those arguments are accepted and ignored, with a warning."""
+
+    base_sparsity: float = 0.9
+    temperature: float = 1.0
+    share_across_heads: bool = False
+    hard_sparsity: bool = False
+    learnable_temperature: bool = False
+    hidden_dim: int | None = None
+    num_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        ignored = [
+            item.name
+            for item in fields(self)
+            if item.name not in ("base_sparsity", "share_across_heads") and getattr(self, item.name) != item.default
+        ]
+        if ignored:
+            warn_once("adaptive", f"AdaptiveConfig: {', '.join(ignored)} have no effect: blocks are ranked by their means")
+
+
+def _config(kind: type, given: Any, name: str) -> Any:
+    """A config object, from one, a mapping of its fields, or nothing."""
+    if given is None:
+        return kind()
+    if isinstance(given, Mapping):
+        known = {item.name for item in fields(kind)}
+        for key in given:
+            if key not in known:
+                raise InvalidArgument(f"{name} has no field {key!r}: it has {', '.join(sorted(known))}", name)
+        return kind(**given)
+    return given
+
+
+def _fraction(name: str, value: float, *, zero: bool = False) -> float:
+    result = finite(name, value)
+    if not (0 < result <= 1 or (zero and result == 0)):
+        raise InvalidArgument(f"{name} is {value}: give a fraction of blocks, {'from 0' if zero else 'above 0'} to 1", name)
+    return result
+
+
+def _block_size(value: int) -> int:
+    size = integer("block_size", value)
+    if size not in _BLOCK_SIZES:
+        raise InvalidArgument(f"block_size is {size}: use 16, 32, 64 or 128", "block_size")
+    return size
+
+
+class _BlockSparse(nn.Module):
+    """What the classes share: arguments, the pattern of a length, and a forward."""
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        block_size: int,
+        dropout: float,
+        ring_size: int | None,
+        pool_arguments: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        accept_pool_arguments(type(self).__name__, pool_arguments)
+        if ring_size not in (None, 1):
+            raise Unsupported(f"ring_size is {ring_size}: block-sparse modules run on one process; use None or 1")
+        self.segment_lengths = integers("segment_lengths", segment_lengths)
+        self.dilation_rates = integers("dilation_rates", dilation_rates)
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise InvalidArgument(
+                f"segment_lengths has {len(self.segment_lengths)} entries, dilation_rates has "
+                f"{len(self.dilation_rates)}: give one rate per segment",
+                "dilation_rates",
+            )
+        self.block_size = _block_size(block_size)
+        self.dropout = check_dropout("dropout", dropout)
+
+    def block_pattern(self, tokens: int) -> BlockPattern:
+        """The blocks of a sequence."""
+        raise NotImplementedError
+
+    def pattern(self, tokens: int) -> Pattern:
+        return Pattern.block_sparse(self.block_pattern(tokens))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, is_causal: bool, mask: Tensor | None
+    ) -> Tensor:
+        allowed = None
+        if mask is not None:
+            allowed = key_mask("attention_mask", mask, key.shape[0], key.shape[1])
+        return attention(
+            query, key, value, pattern, causal=is_causal, dropout=self.dropout if self.training else 0.0, key_mask=allowed
+        )
+
+
+class BlockSparseRingDilatedAttention(_BlockSparse):
+    """Attention over the active blocks of sparse_config (a SparsePatternConfig or a dict of its fields), one softmax over all
+    of them. The mask covers the whole sequence; with compose=True it lies in the strands of dilated attention instead, group
+    by group of the heads. dilated_sparse takes its distances, in blocks, from dilation_rates.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
+        dropout: float = 0.0,
+        compose: bool = False,
+        ring_size: int | None = None,
+        *,
+        device: Any = None,
+        dtype: Any = None,
+        **pool_arguments: Any,
+    ) -> None:
+        config = _config(SparsePatternConfig, sparse_config, "sparse_config")
+        super().__init__(segment_lengths, dilation_rates, config.block_size, dropout, ring_size, pool_arguments)
+        self.sparse_config = config
+        self.compose = bool(compose)
+        self.density = _fraction("sparsity_ratio", config.sparsity_ratio)
+        self._compared: set[int] = set()  # lengths whose density was looked at
+        self.block_pattern(1 << 20)  # refuses unknown types before any call
+
+    def block_pattern(self, tokens: int) -> BlockPattern:
+        config, size = self.sparse_config, self.block_size
+        window = integer("local_window_size", config.local_window_size)
+        shared = min(integer("global_tokens", config.global_tokens), tokens)
+        kind = config.pattern_type
+        if kind == "dilated_sparse":
+            return BlockPattern.dilated_sparse(self.dilation_rates, size)
+        if kind in ("local_window", "local"):
+            return BlockPattern.local_window(window, size)
+        if kind in ("global_local", "longformer"):
+            return BlockPattern.global_local(shared, window, size)
+        if kind == "bigbird":
+            return BlockPattern.bigbird(shared, window, self.density, 0, size)
+        if kind == "random":
+            return BlockPattern.random(self.density, 0, size)
+        if kind == "strided":
+            return BlockPattern.strided(window, size)
+        if kind == "hierarchical":
+            return BlockPattern.parse(f"block={size} hierarchical")
+        raise InvalidArgument(
+            f"pattern_type is {kind!r}: give dilated_sparse, local_window, global_local, strided, hierarchical, random or "
+            "bigbird",
+            "pattern_type",
+        )
+
+    def pattern(self, tokens: int) -> Pattern:
+        if not self.compose:
+            return super().pattern(tokens)
+        result = Pattern.dilated(self.segment_lengths, self.dilation_rates)
+        for index, (segment, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
+            rows = -(-min(segment, tokens) // rate)
+            result = result.with_mask(index, self.block_pattern(rows))
+        return result
+
+    def _compare_density(self, tokens: int, causal: bool) -> None:
+        """Geometry decides what a structured pattern keeps; says so where that is far from what was asked."""
+        if tokens in self._compared or self.sparse_config.pattern_type == "random" or torch.compiler.is_compiling():
+            return
+        self._compared.add(tokens)
+        kept = self.block_pattern(tokens).mask(tokens, 1, causal).density
+        if not self.density / 2 <= kept <= self.density * 2:
+            warn_once(
+                "density",
+                f"{type(self).__name__}: pattern_type {self.sparse_config.pattern_type!r} keeps {kept:.3g} of the blocks of "
+                f"{tokens} tokens, sparsity_ratio asks for {self.density:.3g}; its geometry decides. Use 'random' for an "
+                "exact ratio",
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        attention_mask: Tensor | None = None,
+        return_attention_weights: bool = False,
+    ) -> Any:
+        """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. return_attention_weights adds a dict of
+        block_indices (entry, head, block row, block column), block_values and block_size."""
+        tokens = key.shape[1]
+        self._compare_density(tokens, is_causal)
+        pattern = self.pattern(tokens)
+        out = self._attend(query, key, value, pattern, is_causal, attention_mask)
+        if not return_attention_weights:
+            return out
+        with torch.no_grad():
+            weights = attention_blocks(
+                query, key, pattern, causal=is_causal, block_size=self.block_size,
+                key_mask=key_mask("attention_mask", attention_mask, key.shape[0], tokens),
+            )  # fmt: skip
+        return out, weights
+
+    def extra_repr(self) -> str:
+        return f"{self.sparse_config}, dilation_rates={self.dilation_rates}, compose={self.compose}"
+
+
+class BlockSparseHierarchical(_BlockSparse):
+    """Block rows at coarser strides see wider windows. sparse_config gives the block size (default 64)."""
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        hierarchical_config: HierarchicalConfig | Mapping[str, Any] | None = None,
+        sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
+        dropout: float = 0.0,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        ring_size: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        **pool_arguments: Any,
+    ) -> None:
+        size = 64 if sparse_config is None else _config(SparsePatternConfig, sparse_config, "sparse_config").block_size
+        super().__init__(segment_lengths, dilation_rates, size, dropout, ring_size, pool_arguments)
+        self.hierarchical_config = _config(HierarchicalConfig, hierarchical_config, "hierarchical_config")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self._levels()
+
+    def _levels(self) -> list[tuple[int, int]]:
+        try:
+            return [(level["stride"], level["window_size"]) for level in self.hierarchical_config.level_configs]
+        except (KeyError, TypeError):
+            raise InvalidArgument(
+                f"level_configs is {self.hierarchical_config.level_configs!r}: give dicts with stride and window_size",
+                "level_configs",
+            ) from None
+
+    def block_pattern(self, tokens: int) -> BlockPattern:
+        return BlockPattern.hierarchical(self._levels(), self.block_size)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        return self._attend(query, key, value, self.pattern(key.shape[1]), is_causal, attention_mask)
+
+    def get_pattern_stats(self, seq_len: int) -> dict[str, Any]:
+        """total_blocks, active_blocks, sparsity (the fraction pruned), and of each level stride, window_size and coverage."""
+        mask = self.block_pattern(seq_len).mask(seq_len, 1, False)
+        total = mask.blocks**2
+        diagonal = BlockPattern.local_window(0, self.block_size).mask(seq_len, 1, False)
+        levels = []
+        for stride, window in self._levels():
+            own = BlockPattern.hierarchical([(stride, window)], self.block_size).mask(seq_len, 1, False)
+            if stride // self.block_size > 1:  # rows between the strides have the diagonal from no level
+                rows = range(0, mask.blocks, stride // self.block_size)
+                count = sum(len(own.row(0, row)) for row in rows)
+            else:
+                count = (own | diagonal).active_blocks
+            levels.append({"stride": stride, "window_size": window, "coverage": count / total if total else 0.0})
+        return {
+            "total_blocks": total,
+            "active_blocks": mask.active_blocks,
+            "sparsity": 1.0 - mask.density if total else 0.0,
+            "levels": levels,
+        }
+
+    def visualize_pattern(self, seq_len: int) -> str:
+        """A picture in characters: queries down, keys across."""
+        return draw(self.pattern(seq_len), seq_len, heads=1)
+
+    def extra_repr(self) -> str:
+        return f"{self.hierarchical_config}, block_size={self.block_size}"
+
+
+class BlockSparseAdaptive(_BlockSparse):
+    """Every call chooses its blocks: per batch entry, head and block row those whose mean key fits the mean query best. The
+    choice carries no gradient."""
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        num_heads: int,
+        head_dim: int,
+        adaptive_config: AdaptiveConfig | Mapping[str, Any] | None = None,
+        sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
+        dropout: float = 0.0,
+        *,
+        ring_size: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        **pool_arguments: Any,
+    ) -> None:
+        size = 64 if sparse_config is None else _config(SparsePatternConfig, sparse_config, "sparse_config").block_size
+        super().__init__(segment_lengths, dilation_rates, size, dropout, ring_size, pool_arguments)
+        self.num_heads = integer("num_heads", num_heads)
+        self.head_dim = integer("head_dim", head_dim)
+        self.adaptive_config = _config(AdaptiveConfig, adaptive_config, "adaptive_config")
+        self.density = _fraction("1 - base_sparsity", 1.0 - self.adaptive_config.base_sparsity)
+
+    def block_pattern(self, tokens: int) -> BlockPattern:
+        return BlockPattern.adaptive(self.density, self.block_size)
+
+    def _chosen(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> BlockMask:
+        """One mask per batch entry and head."""
+        heads = query.shape[2]
+        if not self.adaptive_config.share_across_heads:
+            return adaptive_mask(query, key, self.pattern(key.shape[1]), causal=is_causal, key_mask=mask)
+        # The product of heads laid end to end is the sum over heads, which ranks like their mean.
+        key = key.repeat_interleave(heads // key.shape[2], dim=2)
+        joined = (x.detach().flatten(2)[:, :, None, :] for x in (query, key))
+        shared = adaptive_mask(*joined, self.pattern(key.shape[1]), causal=is_causal, key_mask=mask)
+        return BlockMask(np.repeat(shared.to_dense(), heads, axis=0), self.block_size)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        attention_mask: Tensor | None = None,
+        return_pattern: bool = False,
+    ) -> Any:
+        """return_pattern adds {"patterns": (block rows, block columns) of each head}; for several batch entries a list of
+        those."""
+        mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
+        if not (self.adaptive_config.share_across_heads or return_pattern):
+            return self._attend(query, key, value, self.pattern(key.shape[1]), is_causal, mask)
+        chosen = self._chosen(query, key, is_causal, mask)
+        out = self._attend(query, key, value, Pattern.block_sparse(chosen), is_causal, mask)
+        if not return_pattern:
+            return out
+        batch, heads = query.shape[0], query.shape[2]
+        indices = torch.from_numpy(chosen.indices()).to(query.device)
+        of_heads = [indices[indices[:, 0] == head] for head in range(batch * heads)]
+        patterns = [
+            {"patterns": [(part[:, 1], part[:, 2]) for part in of_heads[entry * heads : (entry + 1) * heads]]}
+            for entry in range(batch)
+        ]
+        return out, patterns[0] if batch == 1 else patterns
+
+    def extra_repr(self) -> str:
+        return f"{self.adaptive_config}, block_size={self.block_size}"
+
+
+class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """Projections around BlockSparseRingDilatedAttention. Note the order of the lists: segment_lengths first."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        compose: bool = False,
+        ring_size: int | None = None,
+        **pool_arguments: Any,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, [1], [1], dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype,
+            **pool_arguments,
+        )  # fmt: skip
+        self.attention = BlockSparseRingDilatedAttention(
+            segment_lengths, dilation_rates, sparse_config, dropout, compose, ring_size
+        )
+
+
+def create_block_sparse_attention(
+    sparsity_ratio: float = 0.9,
+    pattern_type: str = "dilated_sparse",
+    embed_dim: int = 768,
+    num_heads: int = 12,
+    segment_lengths: Sequence[int] = (2048, 4096, 8192),
+    dilation_rates: Sequence[int] = (1, 2, 4),
+    block_size: int = 128,
+    local_window_size: int = 512,
+    global_tokens: int = 64,
+    **arguments: Any,
+) -> BlockSparseRingMultiheadDilatedAttention:
+    """A multihead module. sparsity_ratio is the fraction of blocks PRUNED here, the other way round than in
+    SparsePatternConfig; both meanings are those of the older packages."""
+    pruned = _fraction("sparsity_ratio", sparsity_ratio, zero=True)
+    if pruned == 1:
+        raise InvalidArgument("sparsity_ratio is 1: nothing would be kept; give less", "sparsity_ratio")
+    config = SparsePatternConfig(pattern_type, 1.0 - pruned, block_size, local_window_size, global_tokens)
+    return BlockSparseRingMultiheadDilatedAttention(
+        embed_dim, num_heads, segment_lengths, dilation_rates, config, **arguments
+    )

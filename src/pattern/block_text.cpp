@@ -189,7 +189,10 @@ BlockPattern BlockPattern::parse(std::string_view text) { return BlockText(text)
 
 std::string BlockPattern::to_string() const {
   std::string text = fmt::format("block={}", block_size_);
-  for (std::size_t i = 0; i < terms_.size(); ++i) text += (i > 0 ? "+" : " ") + print_term(terms_[i]);
+  for (std::size_t i = 0; i < terms_.size(); ++i) {
+    text += i > 0 ? '+' : ' ';
+    text += print_term(terms_[i]);
+  }
   if (custom_) text += fmt::format(" heads={} blocks={} rows={}", custom_->heads(), custom_->blocks(), print_rows(*custom_));
   return text;
 }

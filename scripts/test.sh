@@ -73,7 +73,14 @@ install_torch() {
   pip_install ${LONGSPAN_TORCH_INDEX:+--index-url "$LONGSPAN_TORCH_INDEX"} torch
 }
 
+# Rings are tested over MPI, too; the library does without.
+install_mpi() {
+  if have mpirun && have_package libopenmpi-dev; then return; fi
+  if can_install; then install_packages libopenmpi-dev openmpi-bin || true; fi
+}
+
 require_build_packages
+install_mpi
 configure_and_build "$preset"
 for part in CUDA MPI; do
   has_part "$preset" "$part" || leave_out "$part (not found)"

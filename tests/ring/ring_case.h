@@ -1,0 +1,186 @@
+// One attention problem over a ring: every rank a thread (or this process one rank), results gathered and compared with one device.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <functional>
+#include <thread>
+
+#include "longspan/communicator.h"
+#include "longspan/error.h"
+#include "longspan/ring.h"
+#include "support/case.h"
+
+namespace longspan::testing {
+
+/// Rows `ranges` of a tensor, copied one behind the other.
+inline Tensor rows_at(const Tensor& whole, std::span<const RowRange> ranges) {
+  const ConstTensorView from = whole.view();
+  std::int64_t rows = 0;
+  for (const RowRange& range : ranges) rows += range.count;
+  Tensor part(from.dtype, from.batch(), rows, from.heads(), from.columns());
+  std::int64_t row = 0;
+  for (const RowRange& range : ranges) {
+    for (std::int64_t position = range.start; position < range.start + range.count; ++position, ++row) {
+      for (std::int64_t entry = 0; entry < from.batch(); ++entry) {
+        for (std::int64_t head = 0; head < from.heads(); ++head) {
+          std::memcpy(static_cast<std::byte*>(part.view().data) + part.view().offset(entry, row, head) * size_of(from.dtype),
+                      static_cast<const std::byte*>(from.data) + from.offset(entry, position, head) * size_of(from.dtype),
+                      static_cast<std::size_t>(from.columns() * size_of(from.dtype)));
+        }
+      }
+    }
+  }
+  return part;
+}
+
+/// What one rank got.
+struct RankResults {
+  Results results;
+  RingReport forward, backward;
+};
+
+struct RingRun {
+  RingOptions options;
+  bool keep_halo = true;
+  bool gradients = true;
+  std::string kernel;
+};
+
+/// The calls of one rank.
+inline RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr<Communicator> communicator, const RingRun& run) {
+  Options chosen = c.options;
+  chosen.kernel = run.kernel;
+  const int rank = communicator ? communicator->rank() : 0;
+  const auto ranges = shards.ranges(rank);
+  Ring ring(Attention(c.pattern, chosen), std::move(communicator), shards, run.options);
+  const Tensor q = rows_at(c.q, ranges), k = rows_at(c.k, ranges), v = rows_at(c.v, ranges), dout = rows_at(c.dout, ranges);
+  const std::int64_t rows = shards.rows(rank);
+  RankResults got;
+  Results& r = got.results;
+  const auto like = [&](std::int64_t heads) { return Tensor(c.dtype, c.shape.batch, rows, heads, c.shape.head_dim); };
+  r.out = like(c.shape.heads);
+  r.lse = Tensor::lse(c.dtype, c.shape.batch, rows, c.shape.heads);
+  Call call = c.call();
+  call.dlse = {};
+  RingHalo halo;
+  ring.forward(q.view(), k.view(), v.view(), r.out.view(), r.lse.view(), call, run.keep_halo ? &halo : nullptr);
+  got.forward = ring.report();
+  if (!run.gradients) return got;
+  r.dq = like(c.shape.heads);
+  r.dk = like(c.shape.kv_heads);
+  r.dv = like(c.shape.kv_heads);
+  std::optional<Tensor> dlse;
+  if (c.dlse) {
+    dlse = Tensor::lse(c.dtype, c.shape.batch, rows, c.shape.heads);
+    std::int64_t row = 0;
+    for (const RowRange& range : ranges) {
+      for (std::int64_t position = range.start; position < range.start + range.count; ++position, ++row) {
+        for (std::int64_t entry = 0; entry < c.shape.batch; ++entry) {
+          for (std::int64_t head = 0; head < c.shape.heads; ++head) {
+            std::memcpy(static_cast<std::byte*>(dlse->view().data) + dlse->view().offset(entry, row, head) * size_of(dlse->view().dtype),
+                        static_cast<const std::byte*>(c.dlse->view().data) + c.dlse->view().offset(entry, position, head) * size_of(dlse->view().dtype),
+                        static_cast<std::size_t>(size_of(dlse->view().dtype)));
+          }
+        }
+      }
+    }
+    call.dlse = dlse->view();
+  }
+  ring.backward(q.view(), k.view(), v.view(), std::as_const(r.out).view(), std::as_const(r.lse).view(), dout.view(), r.dq.view(), r.dk.view(),
+                r.dv.view(), call, run.keep_halo ? &halo : nullptr);
+  got.backward = ring.report();
+  return got;
+}
+
+/// Runs body(rank, communicator) on one thread per rank; errors are returned, one per rank.
+inline std::vector<std::exception_ptr> on_ranks(std::vector<std::shared_ptr<Communicator>> ring,
+                                                const std::function<void(int, std::shared_ptr<Communicator>)>& body) {
+  std::vector<std::exception_ptr> errors(ring.size());
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < ring.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(static_cast<int>(rank), ring[rank]);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+      ring[rank].reset();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+/// All ranks of a local ring; rethrows the first error.
+inline std::vector<RankResults> run_local(const Case& c, const Shards& shards, const RingRun& run = {}, std::uint64_t shuffle = 0,
+                                          std::vector<LocalFault> faults = {}) {
+  std::vector<RankResults> results(static_cast<std::size_t>(shards.ranks()));
+  const auto errors = on_ranks(local_ring(shards.ranks(), std::move(faults), shuffle), [&](int rank, std::shared_ptr<Communicator> communicator) {
+    results[static_cast<std::size_t>(rank)] = run_rank(c, shards, std::move(communicator), run);
+  });
+  // Most ranks only say that another gave up: the one with more to say comes first.
+  std::string all;
+  for (const auto& error : errors) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const std::exception& found) {
+      all += std::string(found.what()) + "\n";
+    }
+  }
+  if (!all.empty()) throw CommError(all);
+  return results;
+}
+
+inline std::string bits_differ(const Tensor& got, const Tensor& want) {
+  const ConstTensorView a = got.view(), b = want.view();
+  for (std::int64_t entry = 0; entry < a.batch(); ++entry) {
+    for (std::int64_t row = 0; row < a.rows(); ++row) {
+      for (std::int64_t head = 0; head < a.heads(); ++head) {
+        if (std::memcmp(static_cast<const std::byte*>(a.data) + a.offset(entry, row, head) * size_of(a.dtype),
+                        static_cast<const std::byte*>(b.data) + b.offset(entry, row, head) * size_of(b.dtype),
+                        static_cast<std::size_t>(a.columns() * size_of(a.dtype))) != 0) {
+          return fmt::format("entry {} row {} head {}", entry, row, head);
+        }
+      }
+    }
+  }
+  return "";
+}
+
+/// Compares every output of a rank with the rows that one device computed: bits forward, `tolerance` relative to the
+/// largest value for the rest.
+inline void expect_same(const RankResults& got, const Results& want, std::span<const RowRange> ranges, double tolerance, bool bits, bool gradients,
+                        const std::string& what) {
+  const auto close = [&](const char* name, const Tensor& actual, const Tensor& whole) {
+    const Tensor expected = rows_at(whole, ranges);
+    double largest = 0, error = 0;
+    for (std::int64_t entry = 0; entry < expected.view().batch(); ++entry) {
+      for (std::int64_t row = 0; row < expected.view().rows(); ++row) {
+        for (std::int64_t head = 0; head < expected.view().heads(); ++head) {
+          for (std::int64_t column = 0; column < expected.view().columns(); ++column) {
+            const double a = actual.at(entry, row, head, column), b = expected.at(entry, row, head, column);
+            if (a == b) continue;  // infinities of rows without keys
+            error = std::max(error, std::isfinite(a - b) ? std::abs(a - b) : INFINITY);
+            largest = std::max(largest, std::abs(b));
+          }
+        }
+      }
+    }
+    EXPECT_LE(error, tolerance * std::max(largest, 1.0)) << name << " " << what;
+  };
+  if (bits) {
+    EXPECT_EQ(bits_differ(got.results.out, rows_at(want.out, ranges)), "") << "out " << what;
+    EXPECT_EQ(bits_differ(got.results.lse, rows_at(want.lse, ranges)), "") << "lse " << what;
+  } else {
+    close("out", got.results.out, want.out);
+    close("lse", got.results.lse, want.lse);
+  }
+  if (!gradients) return;
+  close("dq", got.results.dq, want.dq);
+  close("dk", got.results.dk, want.dk);
+  close("dv", got.results.dv, want.dv);
+}
+
+}  // namespace longspan::testing

@@ -19,6 +19,8 @@
 #include "peak.h"
 #include "problem_options.h"
 #include "report/report.h"
+#include "ring/rank_run.h"
+#include "ring/ranks.h"
 #include "tensor.h"
 #include "verify.h"
 
@@ -92,6 +94,45 @@ std::int64_t choose_tokens(const Attention& attention, const ProblemChoice& choi
   return tokens;
 }
 
+/// A ring of four over a smaller sequence whose far branches cross ranks.
+struct RingDemo {
+  std::int64_t tokens = 0;
+  bool bit_identical = false;
+  std::vector<std::int64_t> bytes_received;
+  std::int64_t naive_bytes = 0;  // what a ring that moves all of K and V would bring each rank
+};
+
+RingDemo run_ring(const ProblemChoice& choice, std::int64_t most_tokens) {
+  constexpr int kRanks = 4;
+  constexpr std::int64_t kRingTokens = 8192;
+  RingDemo demo;
+  demo.tokens = std::min(most_tokens, kRingTokens);
+  RingInputs inputs;
+  inputs.problem = choice.problem(demo.tokens);
+  inputs.problem.tokens = inputs.problem.query_rows = demo.tokens;
+  inputs.problem.device = {};
+  inputs.seed = choice.seed;
+  RingSettings settings;
+  const auto part = [&](std::int64_t share) { return std::max<std::int64_t>(1, demo.tokens / share); };
+  settings.pattern = Pattern::longnet({part(32), part(4), part(1)}, {1, 8, 32});
+  settings.options.causal = choice.options.causal;
+  settings.shards = Shards::even(demo.tokens, kRanks);
+  settings.verify = true;
+  OneDevice whole(inputs, settings);
+  std::vector<Json> ranks(kRanks);
+  run_local_ranks(kRanks, [&](const std::shared_ptr<Communicator>& communicator) {
+    ranks[static_cast<std::size_t>(communicator->rank())] = run_rank(inputs, settings, communicator, whole);
+  });
+  demo.bit_identical = true;
+  for (const Json& rank : ranks) {
+    demo.bit_identical = demo.bit_identical && rank["bit_identical"].get<bool>();
+    demo.bytes_received.push_back(rank["bytes_received"]);
+  }
+  const Problem& p = inputs.problem;
+  demo.naive_bytes = 2 * p.batch * (p.tokens - settings.shards.rows(0)) * p.kv_heads * p.head_dim * size_of(p.dtype);
+  return demo;
+}
+
 Json describe_run(const ReportRun& run) {
   Json json = {{"device", run.device}, {"where", run.summary}, {"verified", run.verified}};
   for (const ReportPass& pass : run.passes) {
@@ -116,7 +157,7 @@ Json describe_run(const ReportRun& run) {
 }
 
 /// The first device's run at the top, where scripts look; every device's under "runs".
-Json describe_report(const Report& report, const std::string& path) {
+Json describe_report(const Report& report, const RingDemo& ring, const std::string& path) {
   Json json = {{"verified", report.verified()},
                {"tokens", report.plan->problem().tokens},
                {"pattern", report.plan->pattern().to_string()},
@@ -129,11 +170,16 @@ Json describe_report(const Report& report, const std::string& path) {
   for (const ReportRun& run : report.runs) json["runs"].push_back(describe_run(run));
   const Json& first = json["runs"].front();
   for (const char* key : {"forward", "backward", "peak_gflops", "extra_bytes", "checks"}) json[key] = first[key];
+  json["ring"] = {{"ranks", ring.bytes_received.size()},
+                  {"tokens", ring.tokens},
+                  {"bit_identical", ring.bit_identical},
+                  {"bytes_received", ring.bytes_received},
+                  {"naive_ring_bytes", ring.naive_bytes}};
   if (!path.empty()) json["report"] = path;
   return json;
 }
 
-void print_report(const Report& report, const std::string& path) {
+void print_report(const Report& report, const RingDemo& ring, const std::string& path) {
   for (const auto& [name, value] : summary_rows(report)) print("{:<18}{}\n", name, value);
   print("\n");
   Table table({{"device", Align::left},
@@ -156,6 +202,12 @@ void print_report(const Report& report, const std::string& path) {
       if (!check.ok) print("{} {}: {}\n", run.device, check.name, check.worst);
     }
   }
+  const std::int64_t most = *std::max_element(ring.bytes_received.begin(), ring.bytes_received.end());
+  print("{}\n", ring.bit_identical
+                     ? good(fmt::format("a ring of {} over {} tokens has the same bits; each rank received at most {} (a ring that moves all keys: {})",
+                                        ring.bytes_received.size(), with_commas(static_cast<double>(ring.tokens)), short_bytes(static_cast<double>(most)),
+                                        short_bytes(static_cast<double>(ring.naive_bytes))))
+                     : bad("a ring of ranks gives OTHER bits than one device"));
   if (!path.empty()) print("report: {}\n", path);
 }
 
@@ -283,9 +335,10 @@ int run(const DemoCommand& command) {
     page->write(render_report(report));
     page->commit();
   }
-  if (command.json) print_json(describe_report(report, command.out));
-  else print_report(report, command.out);
-  return report.verified() ? kSuccess : kOverTolerance;
+  const RingDemo ring = run_ring(choice, problem.tokens);
+  if (command.json) print_json(describe_report(report, ring, command.out));
+  else print_report(report, ring, command.out);
+  return report.verified() && ring.bit_identical ? kSuccess : kOverTolerance;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "json.h"
 #include "kernels/kernel.h"
 #include "longspan/error.h"
+#include "longspan/exchange.h"
 #include "problem_options.h"
 
 namespace longspan::cli {
@@ -18,8 +19,38 @@ constexpr std::int64_t kQueryTile = 64;  // rows of one work item; kernels choos
 
 struct PlanCommand {
   ProblemOptions problem;
+  int ranks = 0;
   bool json = false;
 };
+
+/// What each rank of a ring would receive and send, beside what other rings move.
+Json describe_ring(const Plan& plan, int ranks) {
+  const Shards shards = Shards::even(plan.problem().tokens, ranks);
+  Json json = {{"ranks", ranks}, {"per_rank", Json::array()}};
+  for (int rank = 0; rank < ranks; ++rank) {
+    const ExchangePlan exchange(plan, shards, rank);
+    json["per_rank"].push_back({{"rank", rank},
+                                {"rows", shards.rows(rank)},
+                                {"peers", exchange.peers().size()},
+                                {"bytes_received", exchange.bytes_received()},
+                                {"bytes_sent", exchange.bytes_sent()},
+                                {"gradient_bytes_returned", exchange.receive_pairs() * exchange.gradient_bytes_per_pair()},
+                                {"naive_ring_bytes", exchange.naive_ring_bytes()},
+                                {"all_gather_bytes", exchange.all_gather_bytes()}});
+  }
+  return json;
+}
+
+void print_ring(const Json& ring) {
+  print("\na ring of {} (one forward, received by each rank)\n", ring["ranks"].get<int>());
+  Table table({{"rank", Align::left}, {"rows"}, {"peers"}, {"longspan"}, {"sent"}, {"all-gather"}, {"naive ring"}});
+  for (const Json& rank : ring["per_rank"]) {
+    const auto bytes = [&](const char* key) { return short_bytes(rank[key].get<double>()); };
+    table.add({fmt::format("{}", rank["rank"].get<int>()), with_commas(rank["rows"].get<double>()), fmt::format("{}", rank["peers"].get<int>()),
+               bytes("bytes_received"), bytes("bytes_sent"), bytes("all_gather_bytes"), bytes("naive_ring_bytes")});
+  }
+  print_text(table.to_string());
+}
 
 /// Keys of the longest strand and rows in the strands of one head, for people who ask "how much does a row see".
 Json describe_branch(const Plan& plan, std::size_t index) {
@@ -77,11 +108,13 @@ int run(const PlanCommand& command) {
       static_cast<double>(problem.batch) * static_cast<double>(problem.tokens) * static_cast<double>(problem.heads);
   const double dense_pairs = rows * static_cast<double>(problem.tokens) * (choice.options.causal ? 0.5 : 1.0);
 
+  if (command.ranks < 0) throw InvalidArgument("ranks", fmt::format("--ranks is {}: give at least 1", command.ranks));
+  const Json ring = command.ranks > 0 ? describe_ring(*plan, command.ranks) : Json();
   if (command.json) {
     Json branches = Json::array();
     for (std::size_t index = 0; index < plan->branches().size(); ++index)
       branches.push_back(describe_branch(*plan, index));
-    print_json({{"pattern", choice.pattern.to_string()},
+    Json json = {{"pattern", choice.pattern.to_string()},
                 {"problem", describe(problem)},
                 {"options", describe(choice.options)},
                 {"totals",
@@ -99,7 +132,9 @@ int run(const PlanCommand& command) {
                  {{"forward", forward ? Json(forward->name) : Json()},
                   {"backward", backward ? Json(backward->name) : Json()},
                   {"why_none", plan->why_no_kernel(Pass::forward)}}},
-                {"branches", branches}});
+                {"branches", branches}};
+    if (command.ranks > 0) json["ring"] = ring;
+    print_json(json);
     return kSuccess;
   }
 
@@ -119,6 +154,7 @@ int run(const PlanCommand& command) {
   print("\n{} pairs ({:.3g}% of dense), {} work items of {} rows\n", short_count(totals.pairs),
         dense_pairs > 0 ? 100 * totals.pairs / dense_pairs : 0.0, short_count(plan->items(kQueryTile)), kQueryTile);
   print_text(table.to_string());
+  if (command.ranks > 0) print_ring(ring);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     if (plan->kernel(pass) == nullptr) print("{}\n", bad(plan->why_no_kernel(pass)));
   }
@@ -135,6 +171,7 @@ Command add_plan(CLI::App& app) {
       "--assign all --segments 2048,32768 --dilations 1,16 --json");
   const auto command = std::make_shared<PlanCommand>();
   command->problem.add_to(*parser);
+  parser->add_option("--ranks", command->ranks, "Also what the ranks of a ring would exchange")->type_name("COUNT");
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};
 }

@@ -24,6 +24,7 @@ struct Command {
 
 Command add_demo(CLI::App& app);
 Command add_attend(CLI::App& app);
+Command add_ring(CLI::App& app);
 Command add_plan(CLI::App& app);
 Command add_show(CLI::App& app);
 Command add_info(CLI::App& app);

@@ -24,6 +24,7 @@ Examples:
   longspan attend --q q.npy --k k.npy --v v.npy --out out.npy --segments 2048,4096 --dilations 1,2
   longspan attend --q model.safetensors#q --k model.safetensors#k --v model.safetensors#v \
                   --out result.safetensors#out --lse result.safetensors#lse --causal
+  longspan ring --ranks 4 --segments 2K,128K --dilations 1,64 --verify    the same over four ranks
   longspan check --random 100 --seed 7       every kernel of this machine against the float64 reference
   longspan bench dilated --tokens 64K        GFLOP/s, and which part of the machine's peak that is
   longspan info --why --dtype bf16           which kernel runs this problem, and why the others do not
@@ -75,7 +76,7 @@ int run(int count, char** values) {
   app.footer(kFooter);
   app.set_version_flag("--version", fmt::format("longspan {} ({})", version(), commit()));
   app.require_subcommand(1);
-  const Command commands[] = {add_demo(app), add_attend(app), add_plan(app), add_show(app),
+  const Command commands[] = {add_demo(app), add_attend(app), add_ring(app), add_plan(app), add_show(app),
                               add_info(app), add_check(app),  add_bench(app)};
   try {
     app.parse(count, values);

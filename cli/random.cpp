@@ -26,29 +26,30 @@ void normal_pair(std::uint32_t first, std::uint32_t second, float& left, float& 
 }
 
 template <class Storage>
-void fill(Storage* data, std::int64_t count, std::uint64_t seed, std::uint32_t stream) {
-  const std::int64_t items = (count + kItem - 1) / kItem;
+void fill(Storage* data, std::int64_t count, std::uint64_t seed, std::uint32_t stream, std::int64_t first) {
+  const std::int64_t skipped = first % 4;  // elements of the first group that are somebody else's
+  const std::int64_t items = (skipped + count + kItem - 1) / kItem;
   LoopControl control;
   control.cancel = &interrupted();
   parallel_for(num_threads(), items, control, [&](int, std::int64_t item) {
-    const std::int64_t end = std::min(count, (item + 1) * kItem);
+    const std::int64_t end = std::min(skipped + count, (item + 1) * kItem);
     for (std::int64_t index = item * kItem; index < end; index += 4) {
-      const auto group = static_cast<std::uint64_t>(index / 4);
+      const auto group = static_cast<std::uint64_t>(first / 4 + index / 4);
       const PhiloxBlock words = philox4x32(
           seed, {static_cast<std::uint32_t>(group), static_cast<std::uint32_t>(group >> 32), stream, 0x10A95BA0u});
       float values[4];
       normal_pair(words[0], words[1], values[0], values[1]);
       normal_pair(words[2], words[3], values[2], values[3]);
       const std::int64_t here = std::min<std::int64_t>(4, end - index);
-      for (std::int64_t i = 0; i < here; ++i) data[index + i] = from_float<Storage>(values[i]);
+      for (std::int64_t i = index == 0 ? skipped : 0; i < here; ++i) data[index + i - skipped] = from_float<Storage>(values[i]);
     }
   });
 }
 
 }  // namespace
 
-void fill_normal(void* data, DType dtype, std::int64_t count, std::uint64_t seed, std::uint32_t stream) {
-  dispatch_storage(dtype, [&]<class Storage>() { fill(static_cast<Storage*>(data), count, seed, stream); });
+void fill_normal(void* data, DType dtype, std::int64_t count, std::uint64_t seed, std::uint32_t stream, std::int64_t first) {
+  dispatch_storage(dtype, [&]<class Storage>() { fill(static_cast<Storage*>(data), count, seed, stream, first); });
 }
 
 }  // namespace longspan::cli

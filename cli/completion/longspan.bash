@@ -2,7 +2,7 @@
 
 _longspan() {
   local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD - 1]}" command="" word
-  local commands="demo attend plan show info check bench"
+  local commands="demo attend ring plan show info check bench"
   local problem="--tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys
     --pattern --mask --block-size --causal --dropout --scale --layout --device --threads --kernel --seed --json --help"
   for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
@@ -16,13 +16,14 @@ _longspan() {
     --phase) choices="paper torchscale" ;;
     --layout) choices="bnhd bhnd" ;;
     --device) choices="cpu cuda" ;;
-    --mask | --mask-out | --svg | --q | --k | --v | --out | --lse | --lengths | --key-mask | --alibi-slopes)
+    --shards) choices="even zigzag" ;;
+    --mask | --mask-out | --svg | --q | --k | --v | --out | --lse | --lengths | --key-mask | --alibi-slopes | --trace)
       compopt -o filenames 2>/dev/null
       mapfile -t COMPREPLY < <(compgen -f -- "$current")
       return
       ;;
     --tokens | --batch | --heads | --kv-heads | --head-dim | --segments | --dilations | --pattern | --block-size | --head | --cells | --dropout | --scale | \
-      --threads | --kernel | --seed | --random | --case | --repeats | --query-ranges)
+      --threads | --kernel | --seed | --random | --case | --repeats | --query-ranges | --ranks | --deadline | --halo-limit | --repeat)
       return # a value that only the user knows
       ;;
     *)
@@ -30,7 +31,8 @@ _longspan() {
         "") choices="$commands --help --version" ;;
         demo) choices="$problem --out" ;;
         attend) choices="$problem --q --k --v --out --lse --lengths --key-mask --alibi-slopes --query-ranges" ;;
-        plan) choices="$problem" ;;
+        ring) choices="$problem --ranks --shards --backward --verify --deadline --halo-limit --repeat --q --k --v --out --trace" ;;
+        plan) choices="$problem --ranks" ;;
         show) choices="$problem --head --cells --svg --mask-out --ascii" ;;
         info) choices="$problem --why" ;;
         check) choices="$problem --random --case" ;;

@@ -197,6 +197,30 @@ TEST_P(Bits, ChunkedQueriesEqualTheWhole) {
   }
 }
 
+TEST_P(Bits, CausalQueriesMayBeginAnywhere) {
+  // Tiles of queries and of keys then meet off the diagonal: dq once took in numbers of the tile before.
+  Options options;
+  options.causal = true;
+  const Case c(Pattern::dense(), options, {1, 331, 2, 2, 24}, dtype());
+  const Results whole = c.run(kernel());
+  for (const std::int64_t start : {7, 100, 152, 200, 287}) {
+    Case part(c.pattern, options, c.shape, dtype(), Layout::bnhd, {{start, 331 - start}});
+    const auto copy = [&](const Tensor& from, Tensor& to) {
+      to.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t column) {
+        to.set(b, row, head, column, from.at(b, start + row, head, column));
+      });
+    };
+    copy(c.q, part.q);
+    copy(c.dout, part.dout);
+    const Results some = part.run(kernel());
+    double error = 0;
+    some.dq.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t column) {
+      error = std::max(error, std::abs(some.dq.at(b, row, head, column) - whole.dq.at(b, start + row, head, column)));
+    });
+    EXPECT_LE(error, dtype() == DType::f32 ? 1e-5 : 0x1p-6) << "from " << start;  // one rounding of values up to 2
+  }
+}
+
 TEST_P(Bits, PiecesEqualTheContiguous) {
   for (const bool causal : {false, true}) {
     Options options;

@@ -45,6 +45,7 @@ struct Problem {
   bool has_key_mask = false;
   bool has_alibi = false;
   bool has_pieces = false;
+  bool has_piece_gradients = false;  ///< backward adds dk and dv to rows that pieces name
   bool operator==(const Problem&) const = default;
 };
 

@@ -141,6 +141,7 @@ void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, con
   const Kernel& kernel = kernel_of(*plan, Pass::backward);
   if (problem.batch == 0 || problem.tokens == 0) return;
   if (problem.query_rows == 0) {
+    if (problem.has_piece_gradients) return;
     fill_zero(dk, call);
     fill_zero(dv, call);
     return;

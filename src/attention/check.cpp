@@ -191,8 +191,14 @@ void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& 
     check_dtype_device(name, piece.k, q.dtype, q);
     check_dtype_device(name, piece.v, q.dtype, q);
     check_same(name, piece.v, piece.k, "its k");
-    if (piece.k.batch() != batch || piece.k.heads() != k.heads() || piece.k.columns() != q.columns()) {
-      reject(name, "{} has shape {}: give [{}, rows, {}, {}]", name, shape_of(piece.k), batch, k.heads(), q.columns());
+    if (piece.k.batch() != batch || piece.k.columns() != q.columns()) {
+      reject(name, "{} has shape {}: give [{}, rows, heads, {}]", name, shape_of(piece.k), batch, q.columns());
+    }
+    if (piece.kv_head < 0 || piece.kv_head + piece.k.heads() > k.heads()) {
+      reject(name, "{} has heads {} to {}: k has {}", name, piece.kv_head, piece.kv_head + piece.k.heads() - 1, k.heads());
+    }
+    if (q.device.type == DeviceType::cuda && piece.k.heads() != k.heads()) {
+      reject(name, "{} has {} of {} heads: pieces on a GPU have all of them", name, piece.k.heads(), k.heads());
     }
     if (piece.step < 1) reject(name, "{} has step {}: steps are at least 1", name, piece.step);
     const std::int64_t rows = piece.k.rows();
@@ -220,6 +226,7 @@ Problem make_problem(const ConstTensorView& q, const ConstTensorView& k, const C
   problem.has_key_mask = call.key_mask.given();
   problem.has_alibi = call.alibi_slopes.given();
   problem.has_pieces = !call.pieces.empty();
+  problem.has_piece_gradients = problem.has_pieces && call.pieces[0].dk.given();
   return problem;
 }
 
@@ -229,6 +236,36 @@ void check_lse(std::string_view name, const ConstTensorView& lse, const ConstTen
   if (lse.sizes != std::array<std::int64_t, 4>{q.batch(), q.rows(), q.heads(), 1}) {
     reject(name, "{} is [batch, rows, heads] = [{}, {}, {}]: q needs [{}, {}, {}]", name, lse.sizes[0], lse.sizes[1], lse.sizes[2],
            q.batch(), q.rows(), q.heads());
+  }
+}
+
+/// Which key blocks of a strand some of its queries see; empty without a mask.
+std::vector<bool> seen_blocks(const BranchPlan& branch, std::int64_t head, const QueryRun& queries, std::int64_t count) {
+  if (!branch.mask) return {};
+  const std::int64_t size = branch.mask->block_size();
+  std::vector<bool> seen(static_cast<std::size_t>((count + size - 1) / size));
+  for (std::int64_t row = queries.begin / size; row * size < queries.begin + queries.count; ++row) {
+    for (const std::int64_t column : branch.mask->row(head, row)) {
+      if (column * size < count) seen[static_cast<std::size_t>(column)] = true;
+    }
+  }
+  return seen;
+}
+
+/// All pieces have gradients of the right type and memory of their own, or none has any.
+void check_piece_gradients(const ConstTensorView& q, const Call& call) {
+  for (std::size_t i = 0; i < call.pieces.size(); ++i) {
+    const KeyPiece& piece = call.pieces[i];
+    for (const auto& [part, view] : {std::pair<const char*, const TensorView&>{"dk", piece.dk}, {"dv", piece.dv}}) {
+      const std::string name = fmt::format("pieces[{}].{}", i, part);
+      if (view.given() != call.pieces[0].dk.given()) reject(name, "{} is {}: give gradients in all pieces or in none", name, view.given() ? "given" : "missing");
+      if (!view.given()) continue;
+      if (q.device.type != DeviceType::cpu) reject(name, "{} is on {}: pieces take gradients on the CPU", name, to_string(q.device));
+      check_tensor(name, view);
+      check_dtype_device(name, view, q.dtype == DType::f64 ? DType::f64 : DType::f32, q);
+      check_same(name, view, piece.k, "its k");
+      if (may_overlap_itself(view)) reject(name, "{} has strides [{}] that visit an element twice", name, fmt::join(view.strides, ", "));
+    }
   }
 }
 
@@ -272,7 +309,12 @@ Problem check_backward(const Options& options, const ConstTensorView& q, const C
     check_dtype_device(tensor.name, tensor.view, q.dtype, q);
     check_same(tensor.name, tensor.view, q, "q");
   }
+  const bool in_pieces = !call.pieces.empty() && call.pieces[0].dk.given();
   for (const Named& tensor : like_k) {
+    if (in_pieces) {
+      if (tensor.view.given()) reject(tensor.name, "{} is given and so are gradients in pieces: give one of the two", tensor.name);
+      continue;
+    }
     check_tensor(tensor.name, tensor.view);
     check_dtype_device(tensor.name, tensor.view, q.dtype, q);
     check_same(tensor.name, tensor.view, k, "k");
@@ -280,6 +322,7 @@ Problem check_backward(const Options& options, const ConstTensorView& q, const C
   if (!lse.given()) reject("lse", "lse is missing: backward needs the lse that forward returned");
   check_lse("lse", lse, q);
   check_call(q, k, call);
+  check_piece_gradients(q, call);
   if (call.dlse.given()) {
     if (options.detached_mix) {
       reject("dlse", "dlse with detached_mix: weights held constant have no gradient through lse; drop one of the two");
@@ -300,6 +343,7 @@ void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorV
   const Problem& problem = plan.problem();
   // Lengths on a GPU are not read here: pieces must then hold what full entries attend to.
   const ConstTensorView lengths = call.lengths.device.type == DeviceType::cpu ? call.lengths : ConstTensorView{};
+  const ConstTensorView mask = call.key_mask.device.type == DeviceType::cpu ? call.key_mask : ConstTensorView{};
   for (const BranchPlan& branch : plan.branches()) {
     for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
       const std::int64_t length = rows_of_entry(lengths, entry, problem.tokens);
@@ -313,8 +357,17 @@ void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorV
             const QueryRun queries = query_run(strand, range, 0);
             if (queries.count == 0) continue;
             const std::int64_t needed = plan.options().causal ? queries.begin + queries.count : strand.count;
+            const std::vector<bool> seen = seen_blocks(branch, head, queries, strand.count);
             for (std::int64_t index = 0; index < needed;) {
+              if (branch.mask && !seen[static_cast<std::size_t>(index / branch.mask->block_size())]) {
+                ++index;
+                continue;
+              }
               const RowRun run = rows.run(entry, head / (problem.heads / problem.kv_heads), strand, index, needed - index);
+              if (run.count == 0 && !key_allowed(mask, entry, strand.start + index * strand.stride)) {
+                ++index;
+                continue;
+              }
               if (run.count == 0) {
                 reject("pieces", "no piece holds position {}, which a query in range (start {}, count {}) attends to",
                        strand.start + index * strand.stride, range.start, range.count);
@@ -325,7 +378,7 @@ void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorV
         }
         // Without lengths all entries are alike.
       }
-      if (!lengths.given()) break;
+      if (!lengths.given() && !mask.given()) break;
     }
   }
 }

@@ -16,6 +16,10 @@ struct RowRun {
   std::int64_t k_stride = 0;  // bytes between rows
   std::int64_t v_stride = 0;
   std::int64_t count = 0;
+  std::byte* dk = nullptr;  // gradients, where pieces have them
+  std::byte* dv = nullptr;
+  std::int64_t dk_stride = 0;
+  std::int64_t dv_stride = 0;
 };
 
 class KeyRows {
@@ -31,11 +35,21 @@ class KeyRows {
     for (const KeyPiece& piece : pieces_) {
       const std::int64_t distance = position - piece.first;
       if (distance < 0 || distance % piece.step != 0 || distance / piece.step >= piece.k.rows()) continue;
+      const std::int64_t head = kv_head - piece.kv_head;
+      if (head < 0 || head >= piece.k.heads()) continue;
       const std::int64_t row = distance / piece.step;
-      if (strand.stride % piece.step != 0) return make(piece.k, piece.v, entry, kv_head, row, 0, 1);
-      const std::int64_t row_step = strand.stride / piece.step;
-      const std::int64_t rows_left = (piece.k.rows() - row + row_step - 1) / row_step;
-      return make(piece.k, piece.v, entry, kv_head, row, row_step, std::min(limit, rows_left));
+      const bool regular = strand.stride % piece.step == 0;
+      const std::int64_t row_step = regular ? strand.stride / piece.step : 0;
+      const std::int64_t rows_left = regular ? (piece.k.rows() - row + row_step - 1) / row_step : 1;
+      RowRun run = make(piece.k, piece.v, entry, head, row, row_step, std::min(limit, rows_left));
+      if (piece.dk.given()) {
+        const std::int64_t element = size_of(piece.dk.dtype);
+        run.dk = static_cast<std::byte*>(piece.dk.data) + piece.dk.offset(entry, row, head) * element;
+        run.dv = static_cast<std::byte*>(piece.dv.data) + piece.dv.offset(entry, row, head) * element;
+        run.dk_stride = row_step * piece.dk.strides[1] * element;
+        run.dv_stride = row_step * piece.dv.strides[1] * element;
+      }
+      return run;
     }
     return {};
   }
@@ -56,7 +70,7 @@ class KeyRows {
               std::int64_t row, std::int64_t row_step, std::int64_t count) const {
     return {static_cast<const std::byte*>(k.data) + k.offset(entry, row, kv_head) * element_,
             static_cast<const std::byte*>(v.data) + v.offset(entry, row, kv_head) * element_,
-            row_step * k.strides[1] * element_, row_step * v.strides[1] * element_, count};
+            row_step * k.strides[1] * element_, row_step * v.strides[1] * element_, count, nullptr, nullptr, 0, 0};
   }
 
   const ConstTensorView& k_;

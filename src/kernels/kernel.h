@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "longspan/attention.h"
 #include "longspan/plan.h"
@@ -25,6 +26,15 @@ Verdict no(fmt::format_string<Args...> format, Args&&... args) {
   return {false, fmt::format(format, std::forward<Args>(args)...)};
 }
 
+/// Part of a forward whose keys come in two steps: each branch runs the queries in its windows (positions) only. The
+/// first part begins all results, the last one ends them; between the two, workspace stays as it is. Where branches share
+/// heads, a position is in a branch's windows only after it was in those of all branches before.
+struct ForwardPart {
+  std::span<const std::vector<RowRange>> windows;  // by branch
+  bool first = true;
+  bool last = true;
+};
+
 struct ForwardArguments {
   const Plan& plan;
   const Call& call;
@@ -33,6 +43,7 @@ struct ForwardArguments {
   TensorView out, lse;  // lse may be absent: !lse.given()
   int threads = 1;      // what workspace_bytes was asked for; never use more
   std::byte* workspace = nullptr;
+  const ForwardPart* part = nullptr;  // null: everything at once
 };
 
 struct BackwardArguments {
@@ -52,6 +63,7 @@ struct Kernel {
   std::size_t (*workspace_bytes)(const Plan& plan, Pass pass, int threads);
   void (*forward)(const ForwardArguments& arguments);
   void (*backward)(const BackwardArguments& arguments);
+  bool runs_parts = false;  // whether forward takes a ForwardPart
 };
 
 /// Every kernel of this build, fastest first. The reference comes last.

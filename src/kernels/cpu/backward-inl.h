@@ -286,7 +286,7 @@ class BackwardRun {
       }
       most[row / kRows] = seen;
       if (seen == 0) {
-        if constexpr (Policy::kActive || Scheme::kClearUnseen) clear_rows(row, 0);
+        clear_rows(row, 0);  // a product may take these rows together with seen ones
         continue;
       }
       if (Policy::kActive && chunks == 0) {
@@ -363,6 +363,21 @@ class BackwardRun {
   void write_keys() {
     const float dk_factor = scheme_.key_gradient_factor(shared_.scale);
     const std::int64_t padded = round_up(keys(), kKeyTile);
+    if (shared_.plan.problem().has_piece_gradients) {
+      for (std::int64_t i = 0; i < keys();) {
+        const RowRun run = shared_.keys.run(task_.entry, task_.kv_head, task_.strand, task_.key_begin + i, keys() - i);
+        // A row in no piece: no query of this call attends to it. Its sums are passed by, since they are read in order.
+        for (const std::int64_t end = i + std::max<std::int64_t>(run.count, 1); i < end; ++i) {
+          const float* const dk = scheme_.key_sums(m_.dk, i, padded, m_.q);
+          const float* const dv = scheme_.key_sums(m_.dv, i, padded, m_.dout);
+          if (run.count == 0) continue;
+          const std::int64_t row = i - (end - run.count);
+          add_row(reinterpret_cast<float*>(run.dk + row * run.dk_stride), dk, dk_factor, scheme_.head_dim, true);
+          add_row(reinterpret_cast<float*>(run.dv + row * run.dv_stride), dv, dweight_factor_, scheme_.head_dim, true);
+        }
+      }
+      return;
+    }
     for (std::int64_t i = 0; i < keys(); ++i) {
       const std::int64_t position = task_.strand.start + (task_.key_begin + i) * task_.strand.stride;
       write_key(shared_.dk, shared_.dk_sums, position, scheme_.key_sums(m_.dk, i, padded, m_.q), dk_factor);

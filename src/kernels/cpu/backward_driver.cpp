@@ -69,7 +69,7 @@ struct BackwardWorkspace {
     const Problem& p = plan.problem();
     const bool narrow = p.dtype != DType::f32;
     if (narrow && (heads_shared(plan) || strands_cut(engine, plan))) dq = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
-    if (narrow && kv_heads_shared(plan)) {
+    if (narrow && kv_heads_shared(plan) && !p.has_piece_gradients) {
       dk = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
       dv = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
     }
@@ -84,6 +84,14 @@ struct BackwardWorkspace {
     threads = workspace.take(bytes_per_thread * static_cast<std::size_t>(thread_count));
   }
 };
+
+/// Whether a query of the call lies in the task's strand.
+bool any_query(const BackwardShared& shared, const StrandTask& task) {
+  for (const RowRange& range : shared.ranges) {
+    if (query_run(task.strand, range, 0).count > 0) return true;
+  }
+  return false;
+}
 
 void run_sections(const Engine& engine, const BackwardShared& shared, std::int64_t first, std::int64_t last, int threads,
                   const BackwardWorkspace& memory, const LoopControl& control) {
@@ -110,6 +118,8 @@ void run_sections(const Engine& engine, const BackwardShared& shared, std::int64
       task.key_begin = place.block * section.block_rows;
       task.key_end = std::min(task.key_begin + section.block_rows, task.strand.count);
       if (task.key_begin >= task.strand.count) continue;
+      // With keys in pieces most strands may have no query here; every task of such a strand is left out alike.
+      if (plan.problem().has_piece_gradients && !any_query(shared, task)) continue;
       const BranchPlan& own = plan.branches()[static_cast<std::size_t>(branch)];
       const std::int64_t ordinal = (place.entry * own.head_count + place.head - own.head_begin) * section.segments + segment;
       task.tickets = section.blocks > 1 ? memory.tickets + first_ticket + ordinal * section.tickets : nullptr;
@@ -218,13 +228,17 @@ void run_backward(const Engine& engine, const BackwardArguments& a) {
   shared.add_queries = heads_shared(a.plan);
   shared.add_keys = kv_heads_shared(a.plan);
   shared.dq_sums = narrow ? memory.dq : rows_of(a.dq);
-  shared.dk_sums = narrow ? memory.dk : rows_of(a.dk);
-  shared.dv_sums = narrow ? memory.dv : rows_of(a.dv);
+  if (!problem.has_piece_gradients) {
+    shared.dk_sums = narrow ? memory.dk : rows_of(a.dk);
+    shared.dv_sums = narrow ? memory.dv : rows_of(a.dv);
+  }
   shared.delta = memory.delta;
 
   LoopControl control{a.call.cancel, &a.call.progress, 0.0, 0.02};
   if (shared.add_queries) clear_sums(shared.dq_sums, problem.batch, problem.query_rows, problem.heads, problem.head_dim, a.threads, control);
-  if (shared.add_keys) {
+  if (problem.has_piece_gradients) {
+    // The caller's rows are added to.
+  } else if (shared.add_keys) {
     clear_sums(shared.dk_sums, problem.batch, problem.tokens, problem.kv_heads, problem.head_dim, a.threads, control);
     clear_sums(shared.dv_sums, problem.batch, problem.tokens, problem.kv_heads, problem.head_dim, a.threads, control);
   } else {

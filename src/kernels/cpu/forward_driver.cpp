@@ -71,9 +71,9 @@ void run_sections(const Engine& engine, const ForwardShared& shared, std::span<c
   });
 }
 
-/// Every branch of [first, last) over all ranges.
+/// Every branch of [first, last) over all ranges, or the branches' windows in them.
 void run_branches(const Engine& engine, const ForwardShared& shared, std::int64_t first, std::int64_t last, int threads, std::byte* memory,
-                  std::size_t bytes_per_thread, LoopControl control) {
+                  std::size_t bytes_per_thread, LoopControl control, const ForwardPart* part = nullptr) {
   const std::int64_t task_rows = forward_task_rows(engine, shared.plan, threads);
   std::array<Section, kMostSections> sections;
   std::size_t count = 0;
@@ -84,8 +84,13 @@ void run_branches(const Engine& engine, const ForwardShared& shared, std::int64_
   for (std::int64_t branch = first; branch < last; ++branch) {
     std::int64_t q_first = 0;
     for (const RowRange& range : shared.ranges) {
-      if (count == sections.size()) flush();
-      sections[count++] = forward_section(shared.plan, branch, range, q_first, task_rows);
+      const auto windows = part ? std::span<const RowRange>(part->windows[static_cast<std::size_t>(branch)]) : std::span<const RowRange>(&range, 1);
+      for (const RowRange& window : windows) {
+        const std::int64_t begin = std::max(range.start, window.start), end = std::min(range.start + range.count, window.start + window.count);
+        if (begin >= end) continue;
+        if (count == sections.size()) flush();
+        sections[count++] = forward_section(shared.plan, branch, {begin, end - begin}, q_first + begin - range.start, task_rows);
+      }
       q_first += range.count;
     }
   }
@@ -150,17 +155,21 @@ void run_forward(const Engine& engine, const ForwardArguments& a) {
   if (mixing) shared.sums = convert ? memory.sums : rows_of(a.out);
 
   LoopControl control{a.call.cancel, &a.call.progress, 0.0, 0.01};
-  sweep_queries(problem, a.threads, control, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
-    *shared.lse.at<float>(entry, row, head) = -kInfinity;
-  });
+  if (!a.part || a.part->first) {
+    sweep_queries(problem, a.threads, control, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+      *shared.lse.at<float>(entry, row, head) = -kInfinity;
+    });
+  }
   const std::int64_t branches = static_cast<std::int64_t>(a.plan.branches().size());
   const std::int64_t steps = mixing ? branches : 1;
   for (std::int64_t step = 0; step < steps; ++step) {
     control.progress_begin = control.progress_end;
     control.progress_end = 0.01 + 0.97 * static_cast<double>(step + 1) / static_cast<double>(steps);
     // Branches that share heads run one after the other, so that rows are mixed in the order of the list.
-    run_branches(engine, shared, mixing ? step : 0, mixing ? step + 1 : branches, a.threads, memory.threads, memory.bytes_per_thread, control);
+    run_branches(engine, shared, mixing ? step : 0, mixing ? step + 1 : branches, a.threads, memory.threads, memory.bytes_per_thread, control,
+                 a.part);
   }
+  if (a.part && !a.part->last) return;
   // A row that no branch wrote still has its first lse.
   control.progress_begin = control.progress_end;
   control.progress_end = 1.0;

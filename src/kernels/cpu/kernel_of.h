@@ -11,7 +11,8 @@ constexpr Kernel kernel_of(std::string_view name) {
           .can_run = [](const Plan& plan, Pass pass) { return can_run(kEngine, plan, pass); },
           .workspace_bytes = [](const Plan& plan, Pass pass, int threads) { return workspace_bytes(kEngine, plan, pass, threads); },
           .forward = [](const ForwardArguments& arguments) { run_forward(kEngine, arguments); },
-          .backward = [](const BackwardArguments& arguments) { run_backward(kEngine, arguments); }};
+          .backward = [](const BackwardArguments& arguments) { run_backward(kEngine, arguments); },
+          .runs_parts = true};
 }
 
 }  // namespace longspan::cpu

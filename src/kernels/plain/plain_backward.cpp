@@ -27,16 +27,35 @@ class Backward {
     for_each_query_block(0, 0.5, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
       query_gradient(entry, head, row, position);
     });
-    const std::int64_t blocks = (problem.tokens + kRowsPerItem - 1) / kRowsPerItem;
     const LoopControl control{a.call.cancel, &a.call.progress, 0.5, 1};
-    parallel_for(a.threads, problem.batch * problem.kv_heads * blocks, control, [&](int, std::int64_t item) {
-      const std::int64_t block = item % blocks, kv_head = item / blocks % problem.kv_heads, entry = item / blocks / problem.kv_heads;
-      const std::int64_t last = std::min((block + 1) * kRowsPerItem, problem.tokens);
-      for (std::int64_t key = block * kRowsPerItem; key < last; ++key) key_gradient(entry, kv_head, key);
+    if (!problem.has_piece_gradients) return for_each_key_block(problem.tokens, problem.kv_heads, control, [&](std::int64_t entry, std::int64_t kv_head, std::int64_t key) {
+      FloatRow dk{}, dv{};
+      key_gradient(entry, kv_head, key, dk, dv);
+      store(a.dk.template at<Storage>(entry, key, kv_head), dk.data(), 1.0f, columns);
+      store(a.dv.template at<Storage>(entry, key, kv_head), dv.data(), 1.0f, columns);
     });
+    for (const KeyPiece& piece : a.call.pieces) {
+      for_each_key_block(piece.k.rows(), piece.k.heads(), control, [&](std::int64_t entry, std::int64_t head, std::int64_t row) {
+        FloatRow dk{}, dv{};
+        key_gradient(entry, piece.kv_head + head, piece.first + row * piece.step, dk, dv);
+        for (const auto& [view, sums] : {std::pair<const TensorView&, const FloatRow&>{piece.dk, dk}, {piece.dv, dv}}) {
+          add_scaled<float>(view.template at<float>(entry, row, head), 1.0f, reinterpret_cast<const std::byte*>(sums.data()), columns);
+        }
+      });
+    }
   }
 
  private:
+  template <class Body>
+  void for_each_key_block(std::int64_t count, std::int64_t heads, const LoopControl& control, Body&& body) {
+    const std::int64_t blocks = (count + kRowsPerItem - 1) / kRowsPerItem;
+    parallel_for(a.threads, problem.batch * heads * blocks, control, [&](int, std::int64_t item) {
+      const std::int64_t block = item % blocks, head = item / blocks % heads, entry = item / blocks / heads;
+      const std::int64_t last = std::min((block + 1) * kRowsPerItem, count);
+      for (std::int64_t row = block * kRowsPerItem; row < last; ++row) body(entry, head, row);
+    });
+  }
+
   template <class Body>
   void for_each_query_block(double begin, double end, Body&& body) {
     const std::int64_t blocks = (problem.query_rows + kRowsPerItem - 1) / kRowsPerItem;
@@ -89,8 +108,8 @@ class Backward {
     store(a.dq.template at<Storage>(entry, row, head), dq.data(), 1.0f, columns);
   }
 
-  void key_gradient(std::int64_t entry, std::int64_t kv_head, std::int64_t key) {
-    FloatRow dk{}, dv{}, key_row, value_row;
+  void key_gradient(std::int64_t entry, std::int64_t kv_head, std::int64_t key, FloatRow& dk, FloatRow& dv) {
+    FloatRow key_row, value_row;
     const std::int64_t group = problem.heads / problem.kv_heads;
     bool loaded = false;
     for (std::int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
@@ -116,8 +135,6 @@ class Backward {
         }
       }
     }
-    store(a.dk.template at<Storage>(entry, key, kv_head), dk.data(), 1.0f, columns);
-    store(a.dv.template at<Storage>(entry, key, kv_head), dv.data(), 1.0f, columns);
   }
 
   /// Adds what one query, row `index` of the key's strand, contributes to the key's gradients.

@@ -87,15 +87,17 @@ void query_gradients(const Definition& definition, const BackwardArguments& a, c
   });
 }
 
-/// Rows of dk and dv for positions[0], positions[1], ...
+/// Calls write(entry, row, head, dk, dv) for rows 0 .. count - 1 of heads first_head .. first_head + heads - 1, where row i is
+/// position position_of(i).
+template <class Position, class Write>
 void key_gradients(const Definition& definition, const BackwardArguments& a, const Deltas& deltas, std::int64_t count,
-                   const std::int64_t* positions) {
+                   std::int64_t first_head, std::int64_t kv_heads, Position&& position_of, Write&& write) {
   const std::size_t columns = static_cast<std::size_t>(definition.head_dim());
-  const std::int64_t kv_heads = a.plan.problem().kv_heads, group = definition.heads() / kv_heads;
+  const std::int64_t group = definition.heads() / a.plan.problem().kv_heads;
   const LoopControl control{a.call.cancel, &a.call.progress, 0.5, 1.0};
   parallel_for(a.threads, a.plan.problem().batch * kv_heads * count, control, [&](int, std::int64_t item) {
-    const std::int64_t target = item % count, kv_head = item / count % kv_heads, entry = item / count / kv_heads;
-    const std::int64_t key = positions ? positions[target] : target;
+    const std::int64_t target = item % count, kv_head = first_head + item / count % kv_heads, entry = item / count / kv_heads;
+    const std::int64_t key = position_of(target);
     std::vector<double> dk(columns, 0.0), dv(columns, 0.0);
     for (std::int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       for (std::size_t b = 0; b < a.plan.branches().size(); ++b) {
@@ -122,9 +124,15 @@ void key_gradients(const Definition& definition, const BackwardArguments& a, con
         });
       }
     }
-    store_row(a.dk, entry, target, kv_head, dk);
-    store_row(a.dv, entry, target, kv_head, dv);
+    write(entry, target, kv_head - first_head, dk, dv);
   });
+}
+
+/// What a piece holds, plus values.
+void add_row(const TensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head, std::vector<double> values) {
+  const Row before(view, entry, row, head);
+  for (std::size_t column = 0; column < values.size(); ++column) values[column] += before[static_cast<std::int64_t>(column)];
+  store_row(view, entry, row, head, values);
 }
 
 }  // namespace
@@ -134,13 +142,35 @@ void reference_backward(const BackwardArguments& a) {
   const reference::Definition definition(a);
   const reference::Deltas deltas(definition, a);
   reference::query_gradients(definition, a, deltas);
-  reference::key_gradients(definition, a, deltas, a.plan.problem().tokens, nullptr);
+  if (!a.plan.problem().has_piece_gradients) {
+    reference::key_gradients(
+        definition, a, deltas, a.plan.problem().tokens, 0, a.plan.problem().kv_heads, [](std::int64_t row) { return row; },
+        [&](std::int64_t entry, std::int64_t row, std::int64_t head, const std::vector<double>& dk, const std::vector<double>& dv) {
+          reference::store_row(a.dk, entry, row, head, dk);
+          reference::store_row(a.dv, entry, row, head, dv);
+        });
+    return;
+  }
+  for (const KeyPiece& piece : a.call.pieces) {
+    reference::key_gradients(
+        definition, a, deltas, piece.k.rows(), piece.kv_head, piece.k.heads(), [&](std::int64_t row) { return piece.first + row * piece.step; },
+        [&](std::int64_t entry, std::int64_t row, std::int64_t head, const std::vector<double>& dk, const std::vector<double>& dv) {
+          reference::add_row(piece.dk, entry, row, head, dk);
+          reference::add_row(piece.dv, entry, row, head, dv);
+        });
+  }
 }
 
 void reference_backward_keys(const BackwardArguments& a, std::span<const std::int64_t> positions) {
   const reference::Definition definition(a);
   const reference::Deltas deltas(definition, a);
-  reference::key_gradients(definition, a, deltas, static_cast<std::int64_t>(positions.size()), positions.data());
+  reference::key_gradients(
+      definition, a, deltas, static_cast<std::int64_t>(positions.size()), 0, a.plan.problem().kv_heads,
+      [&](std::int64_t row) { return positions[static_cast<std::size_t>(row)]; },
+      [&](std::int64_t entry, std::int64_t row, std::int64_t head, const std::vector<double>& dk, const std::vector<double>& dv) {
+        reference::store_row(a.dk, entry, row, head, dk);
+        reference::store_row(a.dv, entry, row, head, dv);
+      });
 }
 
 }  // namespace longspan

@@ -1,0 +1,82 @@
+// How the ranks of a ring talk: messages between pairs of ranks, with a deadline. Knows nothing of attention.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "longspan/export.h"
+
+namespace longspan {
+
+struct SendBuffer {
+  int peer = 0;
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+};
+struct ReceiveBuffer {
+  int peer = 0;
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+/// One rank's end of a ring. Used by one thread at a time. Derive from it to bring a transport of your own.
+class LONGSPAN_API Communicator {
+ public:
+  using Deadline = std::chrono::steady_clock::time_point;
+
+  Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+  virtual ~Communicator();
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// Starts one exchange: at most one message to and from each peer, in an order that both sides keep from exchange to
+  /// exchange. Buffers stay valid and untouched until wait() returns or abort() does.
+  virtual void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) = 0;
+  /// Returns when every message of the exchange has arrived and left. Throws CommError, naming a rank, if one fails or
+  /// the deadline passes.
+  virtual void wait(Deadline deadline) = 0;
+  /// Gives the exchange up: afterwards nobody reads or writes its buffers (but see keeps_buffers), and the communicator is
+  /// of no more use.
+  virtual void abort() noexcept = 0;
+  /// Whether buffers may still be written after abort(). Whoever made them then keeps them until the process ends.
+  virtual bool keeps_buffers() const { return false; }
+
+  /// Why the communicator is unusable; empty while it is not. A failed call of a ring leaves its reason here.
+  const std::string& failure() const { return failure_; }
+  void fail(std::string reason);
+
+ private:
+  friend class MessageStep;
+  std::string failure_;
+  std::uint64_t steps_ = 0;  // exchanges so far; all ranks count alike
+  bool greeted_ = false;     // ranks have compared what they compute
+};
+
+/// What a local ring does wrong on purpose, so that callers can test what they do about it.
+struct LocalFault {
+  enum class Kind { delay, lose, duplicate, corrupt, die, stall };
+  Kind kind = Kind::delay;
+  int rank = 0;       ///< who misbehaves: the sender of a message, or the rank that dies (throws) or stalls (stays silent)
+  int peer = -1;      ///< to whom; -1: to everybody
+  int exchange = -1;  ///< the how-manieth exchange of that rank, from 0; -1: every one
+  std::chrono::milliseconds time{50};  ///< delay and stall
+};
+
+/// Ranks of one process, one per calling thread; rank p is element p. Messages are copied once, from buffer to buffer.
+/// A nonzero `shuffle` delivers messages in an order drawn from it.
+LONGSPAN_API std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults = {}, std::uint64_t shuffle = 0);
+
+/// The ranks of MPI_COMM_WORLD (a duplicate of it). Initialises MPI if nobody has. Throws Unsupported where the library
+/// was built without MPI. After a failure MPI is not finalised: its pending messages may never complete.
+LONGSPAN_API std::shared_ptr<Communicator> mpi_ring();
+/// Whether this process was started by an MPI launcher. False where the library was built without MPI.
+LONGSPAN_API bool under_mpi();
+
+}  // namespace longspan

@@ -1,0 +1,30 @@
+// A forward in two parts, for a ring: first what needs no remote row, then the rest.
+#pragma once
+
+#include <memory>
+
+#include "kernels/kernel.h"
+#include "longspan/attention.h"
+#include "memory/host_pool.h"
+
+namespace longspan {
+
+/// Checked by the caller; all rows of keys are in pieces. CPU tensors.
+class SplitForward {
+ public:
+  SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
+               const TensorView& lse, const Call& call);
+  /// Whether the chosen kernel can.
+  bool possible() const { return kernel_ && kernel_->runs_parts; }
+  void run(const ForwardPart& part, const Call& call) const;
+
+ private:
+  std::shared_ptr<const Plan> plan_;
+  const Kernel* kernel_;
+  ConstTensorView q_, k_, v_;
+  TensorView out_, lse_;
+  int threads_;
+  HostLease workspace_;
+};
+
+}  // namespace longspan

@@ -1,0 +1,216 @@
+// Threads as ranks. A message is a note on a shared board: the receiver copies from the sender's buffer, so that a rank
+// that stays silent is missed by those it sends to as well as by those it receives from.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <list>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "longspan/communicator.h"
+#include "longspan/error.h"
+
+namespace longspan {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Note {
+  int source = 0, target = 0;
+  std::uint64_t number = 0;  // of the messages from source to target
+  const std::byte* data = nullptr;
+  std::size_t bytes = 0;
+  Clock::time_point visible;
+  std::uint64_t order = 0;  // delivery follows this
+  bool corrupt = false;
+  enum class State { waiting, copying, done } state = State::waiting;
+  std::vector<std::byte> own;  // a duplicate outlives its sender's buffer
+};
+
+struct Board {
+  Board(int count, std::vector<LocalFault> list, std::uint64_t seed)
+      : ranks(count), faults(std::move(list)), random(seed), shuffled(seed != 0), gave_up(static_cast<std::size_t>(count)) {}
+
+  const int ranks;
+  const std::vector<LocalFault> faults;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::list<Note> notes;
+  std::mt19937_64 random;
+  const bool shuffled;
+  std::uint64_t posted = 0;
+  std::vector<bool> gave_up;  // ranks that aborted
+};
+
+class LocalCommunicator final : public Communicator {
+ public:
+  LocalCommunicator(std::shared_ptr<Board> board, int rank)
+      : board_(std::move(board)), rank_(rank), sent_(static_cast<std::size_t>(board_->ranks)), received_(sent_.size()) {}
+  // A rank that leaves (its thread ended, perhaps by an error of its own) is not waited for.
+  ~LocalCommunicator() override { abort(); }
+
+  int rank() const override { return rank_; }
+  int size() const override { return board_->ranks; }
+
+  void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) override {
+    const int exchange = exchanges_++;
+    if (const LocalFault* fault = find(LocalFault::Kind::die, -1, exchange)) {
+      throw CommError(fmt::format("rank {} died in exchange {} (injected)", fault->rank, exchange));
+    }
+    if (const LocalFault* fault = find(LocalFault::Kind::stall, -1, exchange)) std::this_thread::sleep_for(fault->time);
+    waiting_.assign(receives.begin(), receives.end());
+    const std::lock_guard lock(board_->mutex);
+    for (const SendBuffer& send : sends) post(send, exchange);
+    board_->changed.notify_all();
+  }
+
+  void wait(Deadline deadline) override {
+    std::unique_lock lock(board_->mutex);
+    while (true) {
+      const auto now = Clock::now();
+      Clock::time_point next = deadline;
+      deliver(lock, now, next);
+      if (waiting_.empty() && pending_.empty()) return;
+      for (const int peer : peers_left()) {
+        if (board_->gave_up[static_cast<std::size_t>(peer)]) throw CommError(fmt::format("rank {} gave up", peer));
+      }
+      if (now >= deadline) {
+        const int peer = peers_left().front();
+        const bool silent = std::any_of(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == peer; });
+        throw CommError(fmt::format("rank {} {} before the deadline", peer, silent ? "sent nothing" : "took nothing"));
+      }
+      board_->changed.wait_until(lock, next);
+    }
+  }
+
+  void abort() noexcept override {
+    std::unique_lock lock(board_->mutex);
+    board_->gave_up[static_cast<std::size_t>(rank_)] = true;
+    for (const auto& note : pending_) {
+      board_->changed.wait(lock, [&] { return note->state != Note::State::copying; });
+      board_->notes.erase(note);
+    }
+    pending_.clear();
+    waiting_.clear();
+    board_->changed.notify_all();
+  }
+
+ private:
+  using NoteHandle = std::list<Note>::iterator;
+
+  const LocalFault* find(LocalFault::Kind kind, int peer, int exchange) const {
+    for (const LocalFault& fault : board_->faults) {
+      if (fault.kind == kind && fault.rank == rank_ && (fault.peer < 0 || peer < 0 || fault.peer == peer) &&
+          (fault.exchange < 0 || fault.exchange == exchange)) {
+        return &fault;
+      }
+    }
+    return nullptr;
+  }
+
+  /// With the board's mutex held.
+  void post(const SendBuffer& send, int exchange) {
+    Note note;
+    note.source = rank_;
+    note.target = send.peer;
+    note.number = sent_[static_cast<std::size_t>(send.peer)]++;
+    note.data = static_cast<const std::byte*>(send.data);
+    note.bytes = send.bytes;
+    note.visible = Clock::now();
+    note.order = board_->shuffled ? board_->random() : board_->posted++;
+    if (find(LocalFault::Kind::lose, send.peer, exchange)) return;
+    if (const LocalFault* fault = find(LocalFault::Kind::delay, send.peer, exchange)) note.visible += fault->time;
+    note.corrupt = find(LocalFault::Kind::corrupt, send.peer, exchange) != nullptr;
+    if (find(LocalFault::Kind::duplicate, send.peer, exchange)) {
+      Note again = note;
+      again.own.assign(note.data, note.data + note.bytes);
+      again.data = again.own.data();
+      board_->notes.push_back(std::move(again));
+    }
+    board_->notes.push_back(std::move(note));
+    pending_.push_back(std::prev(board_->notes.end()));
+  }
+
+  /// Copies what has come, forgets what was taken; `next` is when to look again.
+  void deliver(std::unique_lock<std::mutex>& lock, Clock::time_point now, Clock::time_point& next) {
+    while (true) {
+      NoteHandle best = board_->notes.end();
+      for (auto note = board_->notes.begin(); note != board_->notes.end();) {
+        if (note->target != rank_ || note->state != Note::State::waiting) {
+          ++note;
+          continue;
+        }
+        const std::uint64_t expected = received_[static_cast<std::size_t>(note->source)];
+        if (note->number < expected) {  // a double of something taken before, or that whose double was taken
+          if (!note->own.empty()) {
+            note = board_->notes.erase(note);
+            continue;
+          }
+          note->state = Note::State::done;
+          board_->changed.notify_all();
+        }
+        const bool wanted = note->number == expected &&
+                            std::any_of(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == note->source; });
+        if (wanted && note->visible > now) next = std::min(next, note->visible);
+        else if (wanted && (best == board_->notes.end() || note->order < best->order)) best = note;
+        ++note;
+      }
+      if (best == board_->notes.end()) break;
+      take(lock, best);
+    }
+    std::erase_if(pending_, [&](NoteHandle note) {
+      if (note->state != Note::State::done) return false;
+      board_->notes.erase(note);
+      return true;
+    });
+  }
+
+  void take(std::unique_lock<std::mutex>& lock, NoteHandle note) {
+    const auto receive = std::find_if(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == note->source; });
+    if (note->bytes != receive->bytes) {
+      throw CommError(fmt::format("rank {} sent {} bytes, {} were expected: the ranks disagree", note->source, note->bytes, receive->bytes));
+    }
+    note->state = Note::State::copying;
+    lock.unlock();
+    if (note->bytes > 0) std::memcpy(receive->data, note->data, note->bytes);
+    if (note->corrupt && note->bytes > 0) static_cast<std::byte*>(receive->data)[note->bytes - 1] ^= std::byte{0x10};
+    lock.lock();
+    ++received_[static_cast<std::size_t>(note->source)];
+    note->state = Note::State::done;
+    waiting_.erase(receive);
+    if (!note->own.empty()) board_->notes.erase(note);
+    board_->changed.notify_all();
+  }
+
+  std::vector<int> peers_left() const {
+    std::vector<int> peers;
+    for (const ReceiveBuffer& receive : waiting_) peers.push_back(receive.peer);
+    if (peers.empty()) {
+      for (const auto& note : pending_) peers.push_back(note->target);
+    }
+    std::sort(peers.begin(), peers.end());
+    return peers;
+  }
+
+  const std::shared_ptr<Board> board_;
+  const int rank_;
+  int exchanges_ = 0;
+  std::vector<std::uint64_t> sent_, received_;  // messages to and from each rank
+  std::vector<ReceiveBuffer> waiting_;
+  std::vector<NoteHandle> pending_;
+};
+
+}  // namespace
+
+std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults, std::uint64_t shuffle) {
+  if (ranks < 1) throw InvalidArgument("ranks", fmt::format("{} ranks: a ring has at least one", ranks));
+  const auto board = std::make_shared<Board>(ranks, std::move(faults), shuffle);
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (int rank = 0; rank < ranks; ++rank) communicators.push_back(std::make_shared<LocalCommunicator>(board, rank));
+  return communicators;
+}
+
+}  // namespace longspan

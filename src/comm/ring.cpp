@@ -1,0 +1,198 @@
+// The ring's calls: checks, plans of a rank, and what all ranks must agree on.
+#include "longspan/ring.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "attention/check.h"
+#include "comm/ring_state.h"
+#include "longspan/error.h"
+#include "longspan/version.h"
+#include "util/hash.h"
+
+namespace longspan {
+namespace {
+
+constexpr std::size_t kPlansKept = 8;
+
+/// The problem of the whole sequence, as one device would pose it.
+Problem whole_problem(const ConstTensorView& q, const ConstTensorView& k, const Call& call, std::int64_t tokens) {
+  Problem problem = Attention::problem(q, k, call);
+  problem.tokens = problem.query_rows = tokens;
+  problem.has_pieces = problem.has_piece_gradients = false;
+  return problem;
+}
+
+/// The call on this rank's rows, with the shard as query ranges.
+Call with_ranges(const Call& call, std::span<const RowRange> ranges) {
+  Call own = call;
+  static constexpr RowRange kNone{};
+  own.query_ranges = ranges.empty() ? std::span(&kNone, 1) : ranges;
+  return own;
+}
+
+}  // namespace
+
+std::int64_t RingHalo::bytes() const {
+  std::int64_t bytes = 0;
+  if (data_) {
+    for (const MessageBuffer& message : data_->messages) bytes += static_cast<std::int64_t>(message.bytes());
+  }
+  return bytes;
+}
+
+Ring::Ring(Attention attention, std::shared_ptr<Communicator> communicator, Shards shards, RingOptions options)
+    : state_(std::make_unique<State>(State{std::move(attention), std::move(communicator), std::move(shards), options, 0, {}, {}})) {
+  const int ranks = state_->shards.ranks();
+  if (!state_->communicator) {
+    if (ranks != 1) throw InvalidArgument("communicator", fmt::format("no communicator for {} ranks: only a ring of one needs none", ranks));
+    return;
+  }
+  if (state_->communicator->size() != ranks) {
+    throw InvalidArgument("shards", fmt::format("shards for {} ranks and a communicator of {}: they must be equal", ranks,
+                                                state_->communicator->size()));
+  }
+  state_->rank = state_->communicator->rank();
+}
+
+Ring::~Ring() = default;
+
+int Ring::rank() const { return state_->rank; }
+const Shards& Ring::shards() const { return state_->shards; }
+const RingReport& Ring::report() const { return state_->report; }
+
+std::shared_ptr<const Plan> Ring::plan(const ConstTensorView& q, const ConstTensorView& k, const Call& call) const {
+  return state_->attention.plan(whole_problem(q, k, call, state_->shards.tokens()));
+}
+
+std::shared_ptr<const ExchangePlan> Ring::exchange(const Plan& plan) const {
+  return std::make_shared<const ExchangePlan>(plan, state_->shards, state_->rank);
+}
+
+std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
+  const auto found = std::find_if(plans.begin(), plans.end(), [&](const auto& kept) { return kept->problem == whole; });
+  if (found != plans.end()) {
+    std::rotate(found, found + 1, plans.end());
+    return plans.back();
+  }
+  auto made = std::make_shared<RingPlan>();
+  made->problem = whole;
+  made->plan = attention.plan(whole);
+  for (const BranchPlan& branch : made->plan->branches()) {
+    if (branch.adaptive_density > 0) {
+      throw Unsupported("adaptive block masks over a ring: they are chosen from the whole sequence, which no rank has; give the mask itself");
+    }
+  }
+  const auto of_rank = [&](int one) { return std::make_shared<const ExchangePlan>(*made->plan, shards, one); };
+  if (options.halo_limit_bytes > 0) {
+    // Whether rounds are needed is a question of the fullest rank, so that all answer alike.
+    for (int one = 0; one < shards.ranks(); ++one) {
+      made->all.push_back(of_rank(one));
+      if (made->all.back()->bytes_received() > static_cast<std::int64_t>(options.halo_limit_bytes)) made->in_rounds = true;
+    }
+    made->exchange = made->all[static_cast<std::size_t>(rank)];
+    if (!made->in_rounds) made->all.clear();
+  } else {
+    made->exchange = of_rank(rank);
+  }
+  if (plans.size() == kPlansKept) plans.erase(plans.begin());
+  plans.push_back(made);
+  return made;
+}
+
+MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pass, bool fetch) const {
+  const Problem& problem = plan.problem;
+  const Options& chosen = attention.options();
+  Hasher hasher;
+  hasher.add(std::string_view(version()));
+  hasher.add(std::string_view(attention.pattern().to_string()));
+  for (const bool flag : {chosen.causal, chosen.detached_mix, problem.has_lengths, problem.has_key_mask, problem.has_alibi, options.checksums,
+                          call.dlse.given(), pass == Pass::backward, fetch}) {
+    hasher.add(std::uint64_t{flag});
+  }
+  hasher.add(plan.plan->scale());
+  hasher.add(plan.plan->output_scale());
+  hasher.add(chosen.dropout);
+  for (const std::int64_t number : {static_cast<std::int64_t>(problem.dtype), problem.batch, problem.tokens, problem.heads, problem.kv_heads,
+                                    problem.head_dim, static_cast<std::int64_t>(options.halo_limit_bytes)}) {
+    hasher.add(static_cast<std::uint64_t>(number));
+  }
+  if (chosen.dropout > 0) hasher.add(call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed);
+  if (call.lengths.given()) {
+    for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
+      hasher.add(static_cast<std::uint64_t>(call.lengths.dtype == DType::i64 ? *call.lengths.at<std::int64_t>(entry, 0, 0)
+                                                                             : *call.lengths.at<std::int32_t>(entry, 0, 0)));
+    }
+  }
+  for (int one = 0; one < shards.ranks(); ++one) {
+    hasher.add(static_cast<std::uint64_t>(shards.ranges(one).size()));
+    for (const RowRange& range : shards.ranges(one)) {
+      hasher.add(static_cast<std::uint64_t>(range.start));
+      hasher.add(static_cast<std::uint64_t>(range.count));
+    }
+  }
+  return {hasher.value(), options.checksums, options.deadline};
+}
+
+void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& call) const {
+  if (!call.query_ranges.empty()) throw InvalidArgument("query_ranges", "query_ranges over a ring: the queries of a rank are its shard");
+  if (!call.pieces.empty()) throw InvalidArgument("pieces", "pieces over a ring: k and v are the rank's own rows");
+  if (call.workspace) throw InvalidArgument("workspace", "workspace over a ring: a rank makes several calls; leave it to the pool");
+  for (const auto& [name, view] : {std::pair<const char*, const ConstTensorView&>{"q", q}, {"k", k}}) {
+    if (view.rows() != shards.rows(rank)) {
+      throw InvalidArgument(name, fmt::format("{} has {} rows: the shard of rank {} has {}", name, view.rows(), rank, shards.rows(rank)));
+    }
+  }
+  if (q.device.type != DeviceType::cpu) throw Unsupported(fmt::format("a ring over tensors on {}: rings run on the CPU", to_string(q.device)));
+}
+
+void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out, const TensorView& lse,
+                   const Call& call, RingHalo* keep) {
+  State& state = *state_;
+  if (keep) keep->clear();
+  if (state.shards.ranks() == 1) {
+    const RingClock clock(state.report);
+    return state.attention.forward(q, k, v, out, lse, call);
+  }
+  state.check_call(q, k, call);
+  std::vector<KeyPiece> own;
+  add_own_pieces(own, state.ranges(), k, v);
+  Call ranged = with_ranges(call, state.ranges());
+  ranged.pieces = own;
+  const std::int64_t tokens = state.shards.tokens();
+  check_forward(state.attention.options(), q, shape_only(k, tokens), shape_only(v, tokens), out, lse, ranged);
+  const auto plan = state.plan(whole_problem(q, k, call, tokens));
+  const MessageRules rules = state.rules(*plan, call, Pass::forward, true);
+  const ForwardTensors tensors{q, k, v, out, lse};
+  if (plan->in_rounds) state.rounds_forward(*plan, rules, tensors, call);
+  else state.halo_forward(*plan, rules, tensors, call, keep);
+}
+
+void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const ConstTensorView& out,
+                    const ConstTensorView& lse, const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                    const Call& call, const RingHalo* kept) {
+  State& state = *state_;
+  if (state.shards.ranks() == 1) {
+    const RingClock clock(state.report);
+    return state.attention.backward(q, k, v, out, lse, dout, dq, dk, dv, call);
+  }
+  state.check_call(q, k, call);
+  // Checked as a call on the shard alone, whose dk and dv have k's rows; then what speaks of the whole sequence.
+  Call shard_call = call;
+  shard_call.lengths = shard_call.key_mask = {};
+  check_backward(state.attention.options(), q, k, v, out, lse, dout, dq, dk, dv, shard_call);
+  std::vector<KeyPiece> own;
+  add_own_pieces(own, state.ranges(), k, v);
+  Call ranged = with_ranges(call, state.ranges());
+  ranged.pieces = own;
+  const std::int64_t tokens = state.shards.tokens();
+  check_forward(state.attention.options(), q, shape_only(k, tokens), shape_only(v, tokens), dq, {}, ranged);
+  const auto plan = state.plan(whole_problem(q, k, call, tokens));
+  const MessageRules rules = state.rules(*plan, call, Pass::backward, !kept || kept->empty());
+  const BackwardTensors tensors{q, k, v, out, lse, dout, dq, dk, dv};
+  if (plan->in_rounds) state.rounds_backward(*plan, rules, tensors, call);
+  else state.halo_backward(*plan, rules, tensors, call, kept);
+}
+
+}  // namespace longspan

@@ -1,0 +1,402 @@
+// The exchange in rounds, for halos that exceed their limit: a rotating ring. In round d a rank hears from the rank d
+// before it and talks to the rank d behind it, in parts that fit half the limit, so that one part is computed with while
+// the next travels. Partial results are kept in float32 and mixed by their softmax denominators.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "attention/key_rows.h"
+#include "comm/ring_state.h"
+#include "longspan/error.h"
+
+namespace longspan {
+namespace {
+
+/// Rows [begin, end) of an owner as positions.
+std::vector<RowRange> positions_of(std::span<const RowRange> ranges, std::int64_t begin, std::int64_t end) {
+  std::vector<RowRange> positions;
+  std::int64_t row = 0;
+  for (const RowRange& range : ranges) {
+    const std::int64_t first = std::max(begin, row), last = std::min(end, row + range.count);
+    if (first < last) positions.push_back({range.start + first - row, last - first});
+    row += range.count;
+  }
+  return positions;
+}
+
+std::vector<ExchangeRun> runs_in(std::span<const ExchangeRun> runs, std::span<const RowRange> positions) {
+  std::vector<ExchangeRun> all;
+  std::int64_t offset = 0;
+  for (const RowRange& range : positions) {
+    for (ExchangeRun run : clip_runs(runs, range.start, range.start + range.count)) {
+      run.offset = offset;
+      offset += run.pairs();
+      all.push_back(run);
+    }
+  }
+  return all;
+}
+
+/// A part of what one rank sends another.
+struct Part {
+  int peer = 0;
+  std::vector<RowRange> positions;  // rows of the owner that this part speaks for
+  std::vector<ExchangeRun> runs;
+};
+
+/// Cuts a message by its owner's rows into equal shares until each fits.
+std::vector<Part> cut(int peer, std::span<const ExchangeRun> runs, std::span<const RowRange> owner, std::int64_t most_pairs) {
+  std::vector<Part> parts;
+  const std::int64_t pairs = pairs_of(runs);
+  if (pairs == 0) return parts;
+  std::int64_t rows = 0;
+  for (const RowRange& range : owner) rows += range.count;
+  for (std::int64_t count = std::max<std::int64_t>(1, (pairs + most_pairs - 1) / most_pairs);; count *= 2) {
+    count = std::min(count, rows);
+    parts.clear();
+    bool fits = true;
+    for (std::int64_t i = 0; i < count; ++i) {
+      Part part{peer, positions_of(owner, rows * i / count, rows * (i + 1) / count), {}};
+      part.runs = runs_in(runs, part.positions);
+      fits = fits && pairs_of(part.runs) <= most_pairs;
+      parts.push_back(std::move(part));
+    }
+    if (fits || count == rows) return parts;
+  }
+}
+
+/// What a rank sends and receives in one step; either may be nothing. All ranks have the same number of steps.
+struct RoundStep {
+  std::optional<Part> send, receive;
+};
+
+std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int rank, std::size_t limit) {
+  const int ranks = shards.ranks();
+  const std::int64_t most = std::max<std::int64_t>(1, static_cast<std::int64_t>(limit) / 2 / plan.exchange->bytes_per_pair());
+  const auto parts_to = [&](int from, int to) {
+    for (const ExchangePeer& peer : plan.all[static_cast<std::size_t>(from)]->peers()) {
+      if (peer.rank == to) return cut(to, peer.send, shards.ranges(from), most);
+    }
+    return std::vector<Part>{};
+  };
+  std::vector<RoundStep> steps;
+  for (int distance = 1; distance < ranks; ++distance) {
+    std::size_t count = 0;
+    for (int one = 0; one < ranks; ++one) count = std::max(count, parts_to(one, (one + distance) % ranks).size());
+    const int from = (rank - distance + ranks) % ranks;
+    std::vector<Part> sends = parts_to(rank, (rank + distance) % ranks), receives = parts_to(from, rank);
+    for (Part& part : receives) part.peer = from;
+    for (std::size_t i = 0; i < count; ++i) {
+      RoundStep step;
+      if (i < sends.size()) step.send = std::move(sends[i]);
+      if (i < receives.size()) step.receive = std::move(receives[i]);
+      steps.push_back(std::move(step));
+    }
+  }
+  return steps;
+}
+
+/// The caller's key_mask, narrowed to some positions.
+class RoundMask {
+ public:
+  RoundMask(const ConstTensorView& callers, std::int64_t batch, std::int64_t tokens)
+      : callers_(callers), entries_(callers.given() ? batch : 1), batch_(batch), tokens_(tokens), memory_(static_cast<std::size_t>(entries_ * tokens)) {}
+  ConstTensorView only(std::span<const RowRange> positions) {
+    auto* const mask = reinterpret_cast<std::uint8_t*>(memory_.data());
+    std::memset(mask, 0, static_cast<std::size_t>(entries_ * tokens_));
+    for (std::int64_t entry = 0; entry < entries_; ++entry) {
+      for (const RowRange& range : positions) {
+        for (std::int64_t position = range.start; position < range.start + range.count; ++position) {
+          mask[entry * tokens_ + position] = !callers_.given() || *callers_.at<std::uint8_t>(entry, position, 0) != 0;
+        }
+      }
+    }
+    ConstTensorView view = ConstTensorView::mask(mask, batch_, tokens_);
+    if (entries_ == 1) view.strides[0] = 0;
+    return view;
+  }
+
+ private:
+  ConstTensorView callers_;
+  std::int64_t entries_, batch_, tokens_;
+  HostLease memory_;
+};
+
+/// A tensor in the type that rounds compute with: itself, or a wider copy.
+class Widened {
+ public:
+  explicit Widened(const ConstTensorView& source) : view_(source) {
+    if (source.dtype == sum_dtype(source.dtype)) return;
+    copy_.emplace(source, sum_dtype(source.dtype));
+    convert(copy_->view(), source);
+    view_ = copy_->view();
+  }
+  const ConstTensorView& view() const { return view_; }
+
+ private:
+  std::optional<PoolTensor> copy_;
+  ConstTensorView view_;
+};
+
+/// Received rows in that type, with memory for their gradients if asked for.
+struct RoundPieces {
+  std::vector<KeyPiece> pieces;
+  std::optional<HostLease> wide;
+
+  RoundPieces(const Part& part, const MessageBuffer& message, std::byte* gradients, const ConstTensorView& k) {
+    const DType sums = sum_dtype(k.dtype);
+    std::vector<KeyPiece> received;
+    add_pieces(received, part.runs, message.payload(), nullptr, k.batch(), k.columns(), k.dtype, sums);
+    if (k.dtype == sums) {
+      add_pieces(pieces, part.runs, message.payload(), gradients, k.batch(), k.columns(), sums, sums);
+      return;
+    }
+    wide.emplace(static_cast<std::size_t>(2 * pairs_of(part.runs) * k.batch() * k.columns() * size_of(sums)));
+    add_pieces(pieces, part.runs, wide->data(), gradients, k.batch(), k.columns(), sums, sums);
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      convert(run_view(wide->data(), part.runs[i], false, k.batch(), k.columns(), sums), received[i].k);
+      convert(run_view(wide->data(), part.runs[i], true, k.batch(), k.columns(), sums), received[i].v);
+    }
+  }
+};
+
+/// body(entry, row, head) over all rows of a tensor, in parallel.
+template <class Body>
+void sweep(const ConstTensorView& view, Body&& body) {
+  parallel_for(num_threads(), view.batch() * view.rows(), {}, [&](int, std::int64_t item) {
+    for (std::int64_t head = 0; head < view.heads(); ++head) body(item / view.rows(), item % view.rows(), head);
+  });
+}
+
+/// (out, lse) becomes the mix of itself and a further part. Two empty parts stay empty.
+template <class Real>
+void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out, const ConstTensorView& more_lse) {
+  sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    Real& total = *lse.at<Real>(entry, row, head);
+    const Real more = *more_lse.at<Real>(entry, row, head);
+    if (more == -std::numeric_limits<Real>::infinity()) return;
+    const Real largest = std::max(total, more);
+    const Real sum = largest + std::log(std::exp(total - largest) + std::exp(more - largest));
+    const Real keep = std::exp(total - sum), add = std::exp(more - sum);
+    Real* const target = out.at<Real>(entry, row, head);
+    const Real* const source = more_out.at<Real>(entry, row, head);
+    for (std::int64_t column = 0; column < out.columns(); ++column) target[column] = keep * target[column] + add * source[column];
+    total = sum;
+  });
+}
+
+/// Zero keys of score 0 (pad_keys) join every row that has some.
+template <class Real>
+void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> ranges, const TensorView& out, const TensorView& lse) {
+  sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    std::int64_t position = 0, before = 0;
+    for (const RowRange& range : ranges) {
+      if (row < before + range.count) {
+        position = range.start + row - before;
+        break;
+      }
+      before += range.count;
+    }
+    const std::int64_t length = rows_of_entry(call.lengths, entry, plan.problem().tokens);
+    Real padding = 0;
+    for (const BranchPlan& branch : plan.branches()) {
+      if (position >= length || !branch.owns(head) || !branch.active(length) || !branch.covers(head, position)) continue;
+      padding += static_cast<Real>(branch.padding(branch.strand(head, position / branch.segment, length), length, plan.options().causal));
+    }
+    if (padding == 0) return;
+    Real& total = *lse.at<Real>(entry, row, head);
+    const Real more = std::log(padding), largest = std::max(total, more);
+    const Real sum = largest + std::log(std::exp(total - largest) + std::exp(more - largest)), keep = std::exp(total - sum);
+    Real* const target = out.at<Real>(entry, row, head);
+    for (std::int64_t column = 0; column < out.columns(); ++column) target[column] *= keep;
+    total = sum;
+  });
+}
+
+template <class Real>
+void add(const TensorView& target, const ConstTensorView& source) {
+  sweep(target, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    Real* const to = target.at<Real>(entry, row, head);
+    const Real* const from = source.at<Real>(entry, row, head);
+    for (std::int64_t column = 0; column < target.columns(); ++column) to[column] += from[column];
+  });
+}
+
+/// Steps of a call, each fetched while the one before is computed with.
+class Rounds {
+ public:
+  Rounds(Communicator& communicator, const MessageRules& rules, RingReport& report, RingClock& clock, const RingPlan& plan, std::string name)
+      : communicator_(communicator), rules_(rules), report_(report), clock_(clock), plan_(plan), name_(std::move(name)) {}
+
+  /// compute(step, message): message is null where nothing was received. settle(step, index) follows it, and may exchange
+  /// messages of its own; null if there is nothing to settle.
+  template <class Local, class Compute, class Settle>
+  void run(std::span<const RoundStep> steps, std::span<const RowRange> ranges, const ConstTensorView& k, const ConstTensorView& v, Local&& local,
+           Compute&& compute, Settle&& settle) {
+    report_.rounds = static_cast<std::int64_t>(steps.size());
+    begin(steps, 0, ranges, k, v);
+    clock_.working("own keys", !steps.empty(), local);
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      finish();
+      Messages arrived = std::move(messages_);
+      arrived.sends.clear();
+      begin(steps, i + 1, ranges, k, v);
+      report_.halo_bytes = std::max(report_.halo_bytes, bytes(arrived.receives) + bytes(messages_.receives));
+      clock_.working("keys of a round", i + 1 < steps.size(), [&] { compute(steps[i], arrived.receives.empty() ? nullptr : arrived.receives.data()); });
+      if constexpr (!std::is_same_v<std::remove_cvref_t<Settle>, std::nullptr_t>) {
+        arrived.receives.clear();
+        finish();  // one exchange at a time
+        settle(steps[i], i);
+      }
+    }
+  }
+
+ private:
+  void finish() {
+    if (!step_) return;
+    clock_.waiting("wait", [&] { step_->finish(); });
+    step_.reset();
+  }
+  static std::int64_t bytes(std::span<const MessageBuffer> buffers) {
+    std::int64_t sum = 0;
+    for (const MessageBuffer& buffer : buffers) sum += static_cast<std::int64_t>(buffer.bytes());
+    return sum;
+  }
+  void begin(std::span<const RoundStep> steps, std::size_t index, std::span<const RowRange> ranges, const ConstTensorView& k, const ConstTensorView& v) {
+    messages_ = {};
+    if (index >= steps.size()) return;
+    const auto size = [&](const Part& part) { return static_cast<std::size_t>(pairs_of(part.runs) * plan_.exchange->bytes_per_pair()); };
+    const RoundStep& step = steps[index];
+    if (step.send) {
+      messages_.sends.emplace_back(step.send->peer, size(*step.send));
+      pack(messages_.sends.back().payload(), step.send->runs, ranges, k, v);
+    }
+    if (step.receive) messages_.receives.emplace_back(step.receive->peer, size(*step.receive));
+    messages_.count(report_);
+    step_.emplace(communicator_, rules_, fmt::format("{}, round {} of {}", name_, index + 1, steps.size()));
+    step_->begin(messages_.sends, messages_.receives);
+  }
+
+  Communicator& communicator_;
+  const MessageRules& rules_;
+  RingReport& report_;
+  RingClock& clock_;
+  const RingPlan& plan_;
+  std::string name_;
+  Messages messages_;
+  std::optional<MessageStep> step_;
+};
+
+/// The attention of one part: without pad keys, which are counted once at the end.
+Attention part_attention(const Attention& whole) {
+  if (whole.options().detached_mix) {
+    throw Unsupported("detached_mix over a ring in rounds: a branch's own result needs all its keys at once; raise halo_limit_bytes");
+  }
+  return Attention(whole.pattern().with_pad_keys(false), whole.options());
+}
+
+}  // namespace
+
+void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call) {
+  RingClock clock(report);
+  const Attention part = part_attention(attention);
+  clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring forward"); });
+  const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes);
+  const DType sums = sum_dtype(t.q.dtype);
+  const Widened q(t.q), k(t.k), v(t.v);
+  const PoolTensor out(t.q, sums), more_out(t.q, sums);
+  const HostLease lse_memory(static_cast<std::size_t>(2 * t.q.batch() * t.q.heads() * t.q.rows() * size_of(sums)));
+  const auto lse_at = [&](std::int64_t index) {
+    return TensorView::lse(lse_memory.data() + index * t.q.batch() * t.q.heads() * t.q.rows() * size_of(sums), t.q.batch(), t.q.rows(), t.q.heads(), {}, sums);
+  };
+  const TensorView lse = lse_at(0), more_lse = lse_at(1);
+  RoundMask mask(call.key_mask, t.q.batch(), shards.tokens());
+  const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to, const TensorView& to_lse) {
+    static constexpr RowRange kNone{};
+    Call inner = call;
+    inner.progress = nullptr;
+    inner.query_ranges = ranges().empty() ? std::span(&kNone, 1) : ranges();
+    inner.pieces = pieces;
+    inner.key_mask = mask.only(positions);
+    part.forward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to, to_lse, inner);
+  };
+  const auto local = [&] {
+    std::vector<KeyPiece> pieces;
+    add_own_pieces(pieces, ranges(), k.view(), v.view());
+    attend(pieces, ranges(), out.view(), lse);
+  };
+  Rounds(*communicator, rules, report, clock, plan, "ring forward")
+      .run(steps, ranges(), t.k, t.v, local, [&](const RoundStep& step, const MessageBuffer* message) {
+        if (!message || step.receive->runs.empty()) return;
+        const RoundPieces received(*step.receive, *message, nullptr, t.k);
+        attend(received.pieces, step.receive->positions, more_out.view(), more_lse);
+        if (sums == DType::f64) mix<double>(out.view(), lse, more_out.view(), more_lse);
+        else mix<float>(out.view(), lse, more_out.view(), more_lse);
+      }, nullptr);
+  if (attention.pattern().pad_keys()) {
+    if (sums == DType::f64) mix_padding<double>(*plan.plan, call, ranges(), out.view(), lse);
+    else mix_padding<float>(*plan.plan, call, ranges(), out.view(), lse);
+  }
+  convert(t.out, out.view());
+  if (t.lse.given()) convert(t.lse, lse);
+}
+
+void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t, const Call& call) {
+  RingClock clock(report);
+  const Attention part = part_attention(attention);
+  clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring backward"); });
+  const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes);
+  const DType sums = sum_dtype(t.q.dtype);
+  const Widened q(t.q), k(t.k), v(t.v), out(t.out), dout(t.dout);
+  const PoolTensor dq(t.q, sums), more_dq(t.q, sums), dk(t.k, sums), dv(t.v, sums);
+  clear(dk.view());
+  clear(dv.view());
+  RoundMask mask(call.key_mask, t.q.batch(), shards.tokens());
+  const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to) {
+    static constexpr RowRange kNone{};
+    Call inner = call;
+    inner.progress = nullptr;
+    inner.query_ranges = ranges().empty() ? std::span(&kNone, 1) : ranges();
+    inner.pieces = pieces;
+    inner.key_mask = mask.only(positions);
+    part.backward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), out.view(), t.lse, dout.view(), to, {}, {},
+                  inner);
+  };
+  const auto local = [&] {
+    std::vector<KeyPiece> pieces;
+    add_own_pieces(pieces, ranges(), k.view(), v.view(), dk.view(), dv.view());
+    attend(pieces, ranges(), dq.view());
+  };
+  const auto gradient_bytes = [&](const Part& one) { return static_cast<std::size_t>(pairs_of(one.runs) * plan.exchange->gradient_bytes_per_pair()); };
+  Messages home;  // gradients of one part at a time, which go back as soon as it is done
+  const auto compute = [&](const RoundStep& step, const MessageBuffer* message) {
+    home = {};
+    if (!message) return;
+    home.sends.emplace_back(step.receive->peer, gradient_bytes(*step.receive));
+    if (step.receive->runs.empty()) return;
+    std::memset(home.sends[0].payload(), 0, home.sends[0].bytes());
+    const RoundPieces received(*step.receive, *message, home.sends[0].payload(), t.k);
+    attend(received.pieces, step.receive->positions, more_dq.view());
+    if (sums == DType::f64) add<double>(dq.view(), more_dq.view());
+    else add<float>(dq.view(), more_dq.view());
+  };
+  const auto send_back = [&](const RoundStep& step, std::size_t index) {
+    if (step.send) home.receives.emplace_back(step.send->peer, gradient_bytes(*step.send));
+    home.count(report);
+    MessageStep exchange(*communicator, rules, fmt::format("ring backward, gradients of round {} of {}", index + 1, steps.size()));
+    exchange.begin(home.sends, home.receives);
+    clock.waiting("return gradients", [&] { exchange.finish(); });
+    if (!step.send) return;
+    if (sums == DType::f64) add_gradients<double>(home.receives[0].payload(), step.send->runs, ranges(), dk.view(), dv.view());
+    else add_gradients<float>(home.receives[0].payload(), step.send->runs, ranges(), dk.view(), dv.view());
+  };
+  Rounds(*communicator, rules, report, clock, plan, "ring backward").run(steps, ranges(), t.k, t.v, local, compute, send_back);
+  convert(t.dq, dq.view());
+  convert(t.dk, dk.view());
+  convert(t.dv, dv.view());
+}
+
+}  // namespace longspan

@@ -1,0 +1,168 @@
+// Rows of a shard: where positions lie, packing them into messages, and messages as pieces of k and v.
+#pragma once
+
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "comm/messages.h"
+#include "longspan/attention.h"
+#include "longspan/exchange.h"
+#include "longspan/threads.h"
+#include "util/dispatch.h"
+#include "util/parallel.h"
+
+namespace longspan {
+
+/// Rows first .. first + count - 1 of a tensor.
+template <class Void>
+BasicTensorView<Void> rows_of(BasicTensorView<Void> view, std::int64_t first, std::int64_t count) {
+  if (!view.given()) return view;
+  using Byte = std::conditional_t<std::is_const_v<Void>, const std::byte, std::byte>;
+  if (view.data) view.data = static_cast<Byte*>(view.data) + first * view.strides[1] * size_of(view.dtype);
+  view.sizes[1] = count;
+  return view;
+}
+
+/// k or v as the whole sequence has it: a shape without memory, for calls whose rows are in pieces.
+inline ConstTensorView shape_only(ConstTensorView view, std::int64_t tokens) {
+  view.data = nullptr;
+  view.sizes[1] = tokens;
+  view.strides = {0, 0, 0, 1};
+  return view;
+}
+
+/// The row of a shard that holds a position.
+inline std::int64_t row_of(std::span<const RowRange> ranges, std::int64_t position) {
+  std::int64_t row = 0;
+  for (const RowRange& range : ranges) {
+    if (position < range.start + range.count) return row + position - range.start;
+    row += range.count;
+  }
+  return row;
+}
+
+/// Where a run of a message lies: K (or its gradient), then V, each [batch, count, kv_heads, columns].
+inline TensorView run_view(std::byte* payload, const ExchangeRun& run, bool values, std::int64_t batch, std::int64_t columns, DType dtype) {
+  const std::int64_t row_bytes = batch * columns * size_of(dtype);
+  std::byte* const data = payload + (2 * run.offset + (values ? run.pairs() : 0)) * row_bytes;
+  return TensorView::bnhd(data, dtype, batch, run.count, run.kv_heads, columns);
+}
+
+/// Calls body(entry, row of the run, position) for every row of a run, in parallel.
+template <class Body>
+void for_each_row(const ExchangeRun& run, std::int64_t batch, Body&& body) {
+  constexpr std::int64_t kRows = 64;
+  const std::int64_t blocks = (run.count + kRows - 1) / kRows;
+  parallel_for(num_threads(), batch * blocks, {}, [&](int, std::int64_t item) {
+    const std::int64_t entry = item / blocks, begin = item % blocks * kRows, end = std::min(begin + kRows, run.count);
+    for (std::int64_t row = begin; row < end; ++row) body(entry, row, run.first + row * run.step);
+  });
+}
+
+/// Copies the rows of a message out of a shard's k and v.
+inline void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges, const ConstTensorView& k,
+                 const ConstTensorView& v) {
+  const std::size_t bytes = static_cast<std::size_t>(k.columns() * size_of(k.dtype));
+  for (const ExchangeRun& run : runs) {
+    for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
+      const TensorView target = run_view(payload, run, values, k.batch(), k.columns(), k.dtype);
+      for_each_row(run, k.batch(), [&](std::int64_t entry, std::int64_t row, std::int64_t position) {
+        const std::int64_t source = row_of(ranges, position);
+        for (std::int64_t head = 0; head < run.kv_heads; ++head) {
+          std::memcpy(static_cast<std::byte*>(target.data) + target.offset(entry, row, head) * size_of(k.dtype),
+                      static_cast<const std::byte*>(view.data) + view.offset(entry, source, run.kv_head + head) * size_of(k.dtype), bytes);
+        }
+      });
+    }
+  }
+}
+
+/// Adds the rows of a message of gradients to a shard's float32 (float64) sums.
+template <class Real>
+void add_gradients(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges, const TensorView& dk,
+                   const TensorView& dv) {
+  for (const ExchangeRun& run : runs) {
+    for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
+      const TensorView source = run_view(payload, run, values, dk.batch(), dk.columns(), dk.dtype);
+      for_each_row(run, dk.batch(), [&](std::int64_t entry, std::int64_t row, std::int64_t position) {
+        const std::int64_t target = row_of(ranges, position);
+        for (std::int64_t head = 0; head < run.kv_heads; ++head) {
+          Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
+          const Real* const value = source.template at<Real>(entry, row, head);
+          for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
+        }
+      });
+    }
+  }
+}
+
+/// Adds the pieces of a message to a list; with gradients if there is memory for them.
+inline void add_pieces(std::vector<KeyPiece>& pieces, std::span<const ExchangeRun> runs, std::byte* payload, std::byte* gradients,
+                       std::int64_t batch, std::int64_t columns, DType dtype, DType gradient_dtype) {
+  for (const ExchangeRun& run : runs) {
+    KeyPiece piece{run.first, run.step, run_view(payload, run, false, batch, columns, dtype), run_view(payload, run, true, batch, columns, dtype),
+                   run.kv_head, {}, {}};
+    if (gradients) {
+      piece.dk = run_view(gradients, run, false, batch, columns, gradient_dtype);
+      piece.dv = run_view(gradients, run, true, batch, columns, gradient_dtype);
+    }
+    pieces.push_back(piece);
+  }
+}
+
+/// Adds a shard's own rows to a list of pieces.
+inline void add_own_pieces(std::vector<KeyPiece>& pieces, std::span<const RowRange> ranges, const ConstTensorView& k, const ConstTensorView& v,
+                           const TensorView& dk = {}, const TensorView& dv = {}) {
+  std::int64_t row = 0;
+  if (ranges.empty()) pieces.push_back({0, 1, k, v, 0, dk, dv});  // no rows, but a list that says so
+  for (const RowRange& range : ranges) {
+    pieces.push_back({range.start, 1, rows_of(k, row, range.count), rows_of(v, row, range.count), 0, rows_of(dk, row, range.count),
+                      rows_of(dv, row, range.count)});
+    row += range.count;
+  }
+}
+
+/// target = source, element by element, each in its own dtype.
+inline void convert(const TensorView& target, const ConstTensorView& source) {
+  dispatch_storage(target.dtype, [&]<class To>() {
+    dispatch_storage(source.dtype, [&]<class From>() {
+      parallel_for(num_threads(), source.batch() * source.rows(), {}, [&](int, std::int64_t item) {
+        const std::int64_t entry = item / source.rows(), row = item % source.rows();
+        for (std::int64_t head = 0; head < source.heads(); ++head) {
+          To* const to = target.at<To>(entry, row, head);
+          const From* const from = source.at<From>(entry, row, head);
+          for (std::int64_t column = 0; column < source.columns(); ++column) {
+            if constexpr (std::is_same_v<To, From>) to[column] = from[column];
+            else to[column] = from_float<To>(to_float(from[column]));
+          }
+        }
+      });
+    });
+  });
+}
+
+/// Zeroes every element of a strided tensor.
+inline void clear(const TensorView& view) {
+  const std::size_t bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
+  parallel_for(num_threads(), view.batch() * view.rows(), {}, [&](int, std::int64_t item) {
+    for (std::int64_t head = 0; head < view.heads(); ++head) {
+      std::memset(static_cast<std::byte*>(view.data) + view.offset(item / view.rows(), item % view.rows(), head) * size_of(view.dtype), 0, bytes);
+    }
+  });
+}
+
+/// A tensor of the host pool's memory, in the shape of another.
+class PoolTensor {
+ public:
+  PoolTensor(const ConstTensorView& like, DType dtype)
+      : memory_(static_cast<std::size_t>(like.batch() * like.rows() * like.heads() * like.columns() * size_of(dtype))),
+        view_(TensorView::bnhd(memory_.data(), dtype, like.batch(), like.rows(), like.heads(), like.columns())) {}
+  const TensorView& view() const { return view_; }
+
+ private:
+  HostLease memory_;
+  TensorView view_;
+};
+
+}  // namespace longspan

@@ -162,11 +162,15 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+cudaError_t clear_key_sums(const Launch& a, cudaStream_t stream) {
+  const std::size_t bytes = static_cast<std::size_t>(a.batch) * a.kv_heads * a.tokens * a.columns * sizeof(float);
+  const cudaError_t error = cudaMemsetAsync(a.dk_sum, 0, bytes, stream);
+  return error != cudaSuccess ? error : cudaMemsetAsync(a.dv_sum, 0, bytes, stream);
+}
+
 cudaError_t prepare_backward(const Launch& a, DType dtype, cudaStream_t stream) {
   if (a.sum_keys) {
-    const std::size_t bytes = static_cast<std::size_t>(a.batch) * a.kv_heads * a.tokens * a.columns * sizeof(float);
-    if (const cudaError_t error = cudaMemsetAsync(a.dk_sum, 0, bytes, stream); error != cudaSuccess) return error;
-    if (const cudaError_t error = cudaMemsetAsync(a.dv_sum, 0, bytes, stream); error != cudaSuccess) return error;
+    if (const cudaError_t error = clear_key_sums(a, stream); error != cudaSuccess) return error;
   }
   const std::int64_t first = query_blocks(a), blocks = first + (a.fill && !a.sum_keys ? key_blocks(a) : 0);
   const int lanes = lanes_for(a.columns);

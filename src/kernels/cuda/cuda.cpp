@@ -190,6 +190,15 @@ Tiling tiling_of(const Plan& plan, bool by_keys, bool fills) {
 
 void check_pointers(const ForwardArguments& a) { check_inputs(a); }
 
+void check_pointers(const BackwardArguments& a) {
+  check_inputs(a);
+  check_pointer("dout", a.dout);
+  check_pointer("dq", a.dq);
+  check_pointer("dk", a.dk);
+  check_pointer("dv", a.dv);
+  check_pointer("dlse", a.call.dlse);
+}
+
 void forward_matrix(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
@@ -209,18 +218,9 @@ void forward_simt_call(const ForwardArguments& a) {
   });
 }
 
-void check_gradients(const BackwardArguments& a) {
-  check_inputs(a);
-  check_pointer("dout", a.dout);
-  check_pointer("dq", a.dq);
-  check_pointer("dk", a.dk);
-  check_pointer("dv", a.dv);
-  check_pointer("dlse", a.call.dlse);
-}
-
 void backward_simt_call(const BackwardArguments& a) {
   const DeviceGuard guard(device_of(a));
-  check_gradients(a);
+  check_pointers(a);
   if (a.ranges.size() > kMaxRanges) {
     throw Unsupported(fmt::format("{} query ranges in a backward on {}: up to {} run there; join adjacent ones",
                                   a.ranges.size(), to_string(a.q.device), kMaxRanges));
@@ -235,7 +235,7 @@ void backward_simt_call(const BackwardArguments& a) {
 void backward_shaped(const BackwardArguments& a, bool compact) {
   if (!has_key_sums(a)) return backward_simt_call(a);
   const DeviceGuard guard(device_of(a));
-  check_gradients(a);
+  check_pointers(a);
   const Arithmetic& arithmetic = arithmetic_of(a.plan);
   const bool in_order = a.plan.options().deterministic;
   const cudaStream_t stream = stream_of(a);
@@ -279,8 +279,13 @@ void backward_shaped(const BackwardArguments& a, bool compact) {
   check(finish_backward(last, a.q.dtype, stream), "starting the conversion of gradients");
 }
 
-void backward_matrix(const BackwardArguments& a) { backward_shaped(a, false); }
 void backward_compact(const BackwardArguments& a) { backward_shaped(a, true); }
+
+}  // namespace
+
+void backward_matrix(const BackwardArguments& a) { backward_shaped(a, false); }
+
+namespace {
 
 std::size_t matrix_workspace(const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; }
 
@@ -289,7 +294,7 @@ const Kernel kCompact = {"cuda-mma-compact", can_run_compact, matrix_workspace, 
 const Kernel kSimt = {"cuda-simt", can_run_simt,
                       [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
                       forward_simt_call, backward_simt_call};
-const Kernel* const kList[] = {&hopper::kForward, &kMatrix, &kCompact, &kSimt};
+const Kernel* const kList[] = {&hopper::kKernel, &kMatrix, &kCompact, &kSimt};
 
 }  // namespace
 

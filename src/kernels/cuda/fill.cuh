@@ -8,30 +8,45 @@ namespace longspan::cuda {
 
 inline constexpr int kWarpThreads = 32;
 
+/// One bit for each of the 32 rows of a block of an item that no branch covers.
+__device__ __forceinline__ unsigned uncovered_rows(const Launch& a, const Item& item, int block) {
+  const DeviceRange& range = a.ranges[item.range];
+  const int length = a.length(item.entry);
+  const int local = item.tile * kFillRows + block * kWarpThreads + static_cast<int>(threadIdx.x) % kWarpThreads;
+  bool uncovered = false;
+  if (local < range.count) {
+    const int position = range.start + local;
+    uncovered = position >= length || !a.covered(item.head, position, length, 0, a.branch_count);
+  }
+  return __ballot_sync(~0u, uncovered);
+}
+
+/// Zeros to those of the 32 rows from `first` on that have a bit, by one warp.
+template <class T>
+__device__ __forceinline__ void zero_rows(const Launch& a, const Rows& rows, int entry, std::int64_t first, int head,
+                                          unsigned mask) {
+  T* const data = reinterpret_cast<T*>(rows.data) + rows.offset(entry, first, head);
+  const int lane = threadIdx.x % kWarpThreads;
+  const int elements = a.aligned ? 16 / sizeof(T) : 1, pieces = a.columns / elements;
+  for (int i = lane; i < kWarpThreads * pieces; i += kWarpThreads) {
+    const int row = i / pieces, piece = i - row * pieces;
+    if (!(mask >> row & 1)) continue;
+    T* const target = data + row * rows.row + piece * elements;
+    if (a.aligned) *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
+    else *target = from_float<T>(0.0f);
+  }
+}
+
 /// Those among the rows of an item, by warp `warp` of the `warps` that share it.
 template <class T>
 __device__ __forceinline__ void fill_uncovered(const Launch& a, const Item& item, int warp, int warps) {
-  const DeviceRange& range = a.ranges[item.range];
-  const int length = a.length(item.entry), lane = threadIdx.x % kWarpThreads;
+  const int lane = threadIdx.x % kWarpThreads;
   for (int block = warp; block < kFillRows / kWarpThreads; block += warps) {
-    const int first = item.tile * kFillRows + block * kWarpThreads, local = first + lane;
-    bool uncovered = false;
-    if (local < range.count) {
-      const int position = range.start + local;
-      uncovered = position >= length || !a.covered(item.head, position, length, 0, a.branch_count);
-      if (uncovered && a.lse) a.lse[a.lse_offset(item.entry, range.first_row + local, item.head)] = -LONGSPAN_INFINITY;
-    }
-    const unsigned mask = __ballot_sync(~0u, uncovered);
+    const unsigned mask = uncovered_rows(a, item, block);
     if (mask == 0) continue;
-    T* const out = reinterpret_cast<T*>(a.out.data) + a.out.offset(item.entry, range.first_row + first, item.head);
-    const int elements = a.aligned ? 16 / sizeof(T) : 1, pieces = a.columns / elements;
-    for (int i = lane; i < kWarpThreads * pieces; i += kWarpThreads) {
-      const int row = i / pieces, piece = i - row * pieces;
-      if (!(mask >> row & 1)) continue;
-      T* const target = out + row * a.out.row + piece * elements;
-      if (a.aligned) *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
-      else *target = from_float<T>(0.0f);
-    }
+    const std::int64_t first = a.ranges[item.range].first_row + item.tile * kFillRows + block * kWarpThreads;
+    if (a.lse && mask >> lane & 1) a.lse[a.lse_offset(item.entry, first + lane, item.head)] = -LONGSPAN_INFINITY;
+    zero_rows<T>(a, a.out, item.entry, first, item.head, mask);
   }
 }
 

@@ -42,6 +42,8 @@ cudaError_t backward_queries_f32(const Launch& launch, bool features, cudaStream
 cudaError_t prepare_backward(const Launch& launch, DType dtype, cudaStream_t stream);
 /// Accumulators to dq, and to dk and dv where several items add to them.
 cudaError_t finish_backward(const Launch& launch, DType dtype, cudaStream_t stream);
+/// Zeros in the accumulators of dk and dv.
+cudaError_t clear_key_sums(const Launch& launch, cudaStream_t stream);
 
 /// Any storage type on CUDA cores in float32, one warp per row.
 cudaError_t forward_simt(const Launch& launch, DType dtype, cudaStream_t stream);

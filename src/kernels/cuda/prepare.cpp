@@ -126,6 +126,8 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
   return launch;
 }
 
+}  // namespace
+
 /// Tables of one launch: items branch by branch (so that merging finds earlier branches started), then uncovered rows.
 void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
   launch.work_count = 0;
@@ -176,6 +178,8 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
                                   launch.items, to_string(plan.problem().device), kMost));
   }
 }
+
+namespace {
 
 void split_ranges(Launch& launch, const Plan& plan, std::span<const RowRange> ranges, Tiling tiling,
                   const std::function<void(Launch&)>& run) {

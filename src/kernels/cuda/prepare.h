@@ -40,6 +40,9 @@ void for_each_launch(const ForwardArguments& arguments, Tiling tiling, bool matr
 void for_each_launch(const BackwardArguments& arguments, Tiling tiling, bool matrix,
                      const std::function<void(Launch&)>& run);
 
+/// Gives a launch tables of work cut in another way.
+void add_work(Launch& launch, const Plan& plan, Tiling tiling);
+
 /// The same work in launches in each of which a row of dq, and of dk and dv, has one writer: branch by branch, range by
 /// range, and head by head of a group of `group` that shares its keys.
 void for_each_writer(const Launch& launch, int group, const std::function<void(const Launch&)>& run);

@@ -1,4 +1,4 @@
-// The Hopper forward as the CUDA engine sees it.
+// The Hopper kernels as the CUDA engine sees them.
 #pragma once
 
 #include <string>
@@ -8,9 +8,13 @@
 
 namespace longspan::hopper {
 
-extern const Kernel kForward;
+extern const Kernel kKernel;
 
 Choice choose(const Plan& plan);
 std::string to_string(const Choice& choice);
+
+Verdict can_run_backward(const Plan& plan);
+std::size_t backward_workspace_bytes(const Plan& plan);
+void backward(const BackwardArguments& arguments);
 
 }  // namespace longspan::hopper

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kernels/hopper/backward_launch.h"
 #include "kernels/hopper/choice.h"
 #include "kernels/hopper/launch.h"
 
@@ -10,5 +11,13 @@ namespace longspan::hopper {
 
 cudaError_t forward_bf16(const HopperLaunch& launch, const Choice& choice, cudaStream_t stream);
 cudaError_t forward_f16(const HopperLaunch& launch, const Choice& choice, cudaStream_t stream);
+
+/// The three kernels of a backward.
+struct BackwardStarts {
+  cudaError_t (*prepare)(const PartsLaunch& launch, cudaStream_t stream);
+  cudaError_t (*run)(const BackwardLaunch& launch, cudaStream_t stream);
+  cudaError_t (*convert)(const PartsLaunch& launch, cudaStream_t stream);
+};
+extern const BackwardStarts kBackwardBf16, kBackwardF16;
 
 }  // namespace longspan::hopper

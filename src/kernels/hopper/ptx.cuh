@@ -71,14 +71,15 @@ __device__ __forceinline__ void store_box_once(const CUtensorMap* map, std::uint
 /// Bytes in a row, without a map; addresses and size are multiples of 16.
 __device__ __forceinline__ void load_bytes(std::uint32_t target, const void* source, std::uint32_t bytes,
                                            std::uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(target),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 /// Adds floats in a row to memory.
 __device__ __forceinline__ void add_bytes(float* target, std::uint32_t source, std::uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(target), "r"(source),
-               "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(target),
+               "r"(source), "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
@@ -87,11 +88,20 @@ template <int kPending>
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
-__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+/// Until they are there.
+template <int kPending = 0>
+__device__ __forceinline__ void wait_stores() {
+  asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
 /// What threads wrote to shared memory becomes visible to the copy engine and to matrix products.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 /// The same for all memory, both ways.
 __device__ __forceinline__ void fence_memory() { asm volatile("fence.proxy.async;\n" ::: "memory"); }
+
+/// Counts one up, after everything before.
+__device__ __forceinline__ void add_release(unsigned* target) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(target), "r"(1) : "memory");
+}
 
 // Memory by address.
 __device__ __forceinline__ void store_word(std::uint32_t address, std::uint32_t value) {

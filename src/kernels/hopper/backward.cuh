@@ -1,0 +1,99 @@
+// Backward on Hopper: one block for each multiprocessor, which takes items (a tile of 128 keys of one strand) until
+// none is left and loops over the queries that see them.
+//   producer   a warp group with few registers: one warp loads Q, dO, K, V and row values by the copy engine, one
+//   thread
+//              looks up items, two let the copy engine add dQ to memory
+//   consumers  two warp groups of 64 keys. S^T = K Q^T and dP^T = V dO^T, so that P and dS are, packed, the A operands
+//   of
+//              dV += P^T dO and dK += dS^T Q in registers; only dS goes through shared memory, for dQ = dS K
+//   order      [S] mask, dP under the exponentials, dS, dV, dK, barrier of both groups, dQ, the next tile's S; dQ goes
+//   to
+//              shared memory while S runs, and from there by the copy engine, which adds, under the next exponentials
+// What limits this is the bandwidth of shared memory: see docs/hopper_backward.md.
+#pragma once
+
+#include "kernels/cuda/start.cuh"
+#include "kernels/hopper/backward_consumer.cuh"
+#include "kernels/hopper/backward_parts.cuh"
+#include "kernels/hopper/backward_producer.cuh"
+#include "kernels/hopper/kernels.h"
+
+namespace longspan::hopper {
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, 1) backward(const __grid_constant__ BackwardLaunch a) {
+  extern __shared__ char raw[];
+  __shared__ typename S::Tasks tasks;
+  const BackwardMemory<S> memory{(cuda::shared_address(raw) + 1023) & ~1023u};
+  if (threadIdx.x == 0) {
+    for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {
+      barrier_init(memory.query_full(stage), 1);
+      barrier_init(memory.dout_full(stage), 1);
+      barrier_init(memory.query_free(stage), 8);  // by warps of the consumers
+      barrier_init(memory.dout_free(stage), 8);
+    }
+    for (std::uint32_t stage = 0; stage < S::kKeyStages; ++stage) {
+      barrier_init(memory.key_full(stage), 1);
+      barrier_init(memory.key_free(stage), 2);
+    }
+    for (std::uint32_t slot = 0; slot < kTaskSlots; ++slot) {
+      barrier_init(memory.task_full(slot), 1);
+      barrier_init(memory.task_free(slot), 2);
+    }
+    for (std::uint32_t of = 0; of < 2; ++of) {
+      barrier_init(memory.sum_full(of), 4);  // by warps of a group
+      barrier_init(memory.sum_free(of), 1);
+    }
+    barrier_init(memory.ragged(), 1);
+    publish_barriers();
+  }
+  __syncthreads();
+
+  const int group = uniform(threadIdx.x / kGroupThreads);
+  if (group == 0) {
+    give_registers<S::kProducerRegisters>();
+    BackwardProducer<S>{a, memory, tasks}.run();
+  } else {
+    take_registers<S::kConsumerRegisters>();
+    BackwardConsumer<S>(a, memory, tasks, group - 1).run();
+  }
+}
+
+/// Head dims between those instantiated run with columns of zeros, which are in no tensor.
+template <class Body>
+cudaError_t with_columns(int columns, Body&& body) {
+  if (columns <= 48) return body.template operator()<48>();
+  if (columns <= 64) return body.template operator()<64>();
+  if (columns <= 96) return body.template operator()<96>();
+  return body.template operator()<128>();
+}
+
+template <class T>
+cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
+  return with_columns(launch.parts.base.columns, [&]<int kColumns>() {
+    using S = BackwardShape<T, kColumns>;
+    return cuda::start<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
+  });
+}
+template <class T>
+cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
+  return with_columns(launch.base.columns, [&]<int kColumns>() {
+    // Where branches share rows, all rows of dq are written by the conversion.
+    const std::int64_t blocks = static_cast<std::int64_t>(launch.items) + (launch.base.merges ? 0 : launch.fill_items);
+    if (blocks == 0) return cudaSuccess;
+    return cuda::start<&prepare<BackwardShape<T, kColumns>>>(blocks, kPartsThreads, 0, stream, launch);
+  });
+}
+template <class T>
+cudaError_t start_convert(const PartsLaunch& launch, cudaStream_t stream) {
+  return with_columns(launch.base.columns, [&]<int kColumns>() {
+    using S = BackwardShape<T, kColumns>;
+    const std::int64_t blocks =
+        std::int64_t{launch.base.merges ? launch.fill_items * kQuarters : launch.items} + key_blocks<S>(launch);
+    if (blocks == 0) return cudaSuccess;
+    if (launch.base.merges) return cuda::start<&convert_rows<S>>(blocks, kPartsThreads, 0, stream, launch);
+    return cuda::start<&convert_tiles<S>>(blocks, kPartsThreads, 0, stream, launch);
+  });
+}
+
+}  // namespace longspan::hopper

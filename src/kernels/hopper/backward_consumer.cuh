@@ -1,0 +1,339 @@
+// Consumers of the Hopper backward (see backward.cuh): two warp groups of 64 keys each that work in step.
+#pragma once
+
+#include "kernels/hopper/backward_shape.cuh"
+#include "kernels/hopper/wgmma.cuh"
+
+namespace longspan::hopper {
+
+using cuda::fast_exp2;
+
+/// One warp group: 64 keys by kQueries queries at a time. A thread has two keys, 8 apart, and of each two queries in
+/// every 8.
+template <class S>
+struct BackwardConsumer {
+  using T = typename S::Element;
+  static constexpr int kColumns = S::kColumns, kQueries = S::kQueries, kBlocks8 = kQueries / 8;
+  // Named barriers. "Read" is arrived at by one group and waited for by the other: both pass kWritten once in a tile,
+  // so nobody can arrive twice before the other has waited.
+  static constexpr int kWritten = 1, kRead = 2, kGroup = 4, kItem = 6;
+  static constexpr int kBoth = 2 * kGroupThreads;
+
+  const BackwardLaunch& a;
+  const BackwardMemory<S> memory;
+  typename S::Tasks& tasks;
+  const int group, thread, lane;
+  float scores[kQueries / 2], dscores[kQueries / 2];
+  float dvalues[kColumns / 2], dkeys[kColumns / 2], dqueries[S::kSumColumns / 2];
+  std::uint32_t taken = 0;
+  Ring<S::kStages> q;
+  Ring<S::kKeyStages> k;
+  // Registers are scarce: what is needed rarely is looked up in the task again.
+  int tile;          // of queries
+  int masked_until;  // the tile from which on nothing is to be masked
+  int add;           // 0 makes dV and dK start from zero
+
+  __device__ __forceinline__ BackwardConsumer(const BackwardLaunch& launch, BackwardMemory<S> shared,
+                                              typename S::Tasks& task_slots, int group_index)
+      : a(launch),
+        memory(shared),
+        tasks(task_slots),
+        group(group_index),
+        thread(threadIdx.x % kGroupThreads),
+        lane(threadIdx.x % kWarpThreads) {}
+
+  __device__ __forceinline__ int warp() const { return thread / kWarpThreads; }
+  __device__ __forceinline__ int own_row() const { return warp() * 16 + lane / 4; }
+  __device__ __forceinline__ void sync_group() const { sync_threads(kGroup + group, kGroupThreads); }
+
+  /// The next item, or false. Counts go through a shuffle so that they and all that follows from them stay uniform.
+  __device__ __forceinline__ bool fetch() {
+    wait(memory.key_full(k.stage), k.parity);
+    const BackwardTask& task = tasks[taken % kTaskSlots];
+    const int tiles = uniform(task.tiles);
+    if (tiles < 0) return false;
+    tile = uniform(task.first_tile);
+    const int last_key = uniform(task.diagonal) + group * kGroupRows + kGroupRows - 1;  // as a query
+    masked_until = a.parts.base.causal ? (max(0, last_key) + kQueries - 1) / kQueries : 0;
+    if (uniform(task.keys) < (group + 1) * kGroupRows) masked_until = tiles;
+    return true;
+  }
+
+  /// S^T = K Q^T
+  __device__ __forceinline__ void multiply_queries() {
+    const std::uint64_t key = operand(memory.keys(k.stage) + group * S::kGroupKeys, 16),
+                        query = operand(memory.queries(q.stage), 16);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      const std::uint32_t block = step / 4, inside = step % 4 * 32;
+      Product<T, kQueries>::scores(scores, key + ((block * S::kKeyBlock + inside) >> 4),
+                                   query + ((block * S::kQueryBlock + inside) >> 4), step > 0);
+    }
+    products_commit();
+  }
+  /// dP^T = V dO^T
+  __device__ __forceinline__ void multiply_douts() {
+    const std::uint64_t value = operand(memory.values(k.stage) + group * S::kGroupKeys, 16),
+                        dout = operand(memory.douts(q.stage), 16);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      const std::uint32_t block = step / 4, inside = step % 4 * 32;
+      Product<T, kQueries>::scores(dscores, value + ((block * S::kKeyBlock + inside) >> 4),
+                                   dout + ((block * S::kQueryBlock + inside) >> 4), step > 0);
+    }
+    products_commit();
+  }
+  /// sums += weights times a tile of Q or dO
+  __device__ __forceinline__ void add_rows(float (&rows)[kColumns / 2], const std::uint32_t* weights,
+                                           std::uint32_t tile_address) {
+    const std::uint64_t source = operand(tile_address, S::kQueryBlock);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kQueries / 16; ++step)
+      Product<T, kColumns>::values(rows, weights + 4 * step, source + ((step * 2048) >> 4), step > 0 ? 1 : add);
+    products_commit();
+  }
+  /// dQ = dS K: 64 queries each (narrow heads), or 64 columns each.
+  __device__ __forceinline__ void multiply_keys() {
+    const std::uint64_t score = operand(memory.scores() + (S::kWide ? 0 : group * S::kScoreBlock), 16),
+                        key = operand(memory.keys(k.stage) + (S::kWide ? group * S::kKeyBlock : 0), 16);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < S::kKeys / 16; ++step)
+      Product<T, S::kSumColumns>::rows(dqueries, score + ((step * 2048) >> 4), key + ((step * 2048) >> 4), step > 0);
+    products_commit();
+  }
+
+  /// Keys after the strand's end, and under a causal mask queries before a key.
+  __device__ __forceinline__ void mask() {
+    const BackwardTask& task = tasks[taken % kTaskSlots];
+    const int own = group * kGroupRows + own_row(), first = tile * kQueries + 2 * (lane % 4);
+    const int keys = task.keys, diagonal = task.diagonal;
+    const auto open_from = [&](int key) {
+      return key >= keys ? kQueries : a.parts.base.causal ? key + diagonal - first : -kQueries;
+    };
+    const int upper = open_from(own), lower = open_from(own + 8);
+#pragma unroll
+    for (int j = 0; j < kBlocks8; ++j) {
+      if (8 * j < upper) scores[4 * j] = -LONGSPAN_INFINITY;
+      if (8 * j + 1 < upper) scores[4 * j + 1] = -LONGSPAN_INFINITY;
+      if (8 * j < lower) scores[4 * j + 2] = -LONGSPAN_INFINITY;
+      if (8 * j + 1 < lower) scores[4 * j + 3] = -LONGSPAN_INFINITY;
+    }
+  }
+  /// scores become P, of some blocks of 8 queries.
+  __device__ __forceinline__ void exponentiate(int first, int last, float factor) {
+    const std::uint32_t lse = memory.lse(q.stage) + lane % 4 * 8;
+#pragma unroll
+    for (int j = first; j < last; ++j) {
+      const float2 shift = load_pair(lse + j * 32);
+      scores[4 * j] = fast_exp2(fmaf(scores[4 * j], factor, shift.x));
+      scores[4 * j + 1] = fast_exp2(fmaf(scores[4 * j + 1], factor, shift.y));
+      scores[4 * j + 2] = fast_exp2(fmaf(scores[4 * j + 2], factor, shift.x));
+      scores[4 * j + 3] = fast_exp2(fmaf(scores[4 * j + 3], factor, shift.y));
+    }
+  }
+
+  // dQ of a tile: put down in shared memory, and handed to a warp of the producer in the middle of the next tile's
+  // exponentials: the fence before that waits for the stores, which are long done there.
+  __device__ __forceinline__ void stage() const {
+    wait(memory.sum_free(group), q.stage ^ 1);  // one tile, one turn: the stage of Q, which has gone on, is the parity
+    const std::uint32_t place = memory.sums(group) + warp() * S::kWarpSums * 4 + lane * 16;
+#pragma unroll
+    for (int j = 0; j < S::kSumColumns / 8; ++j)
+      store_floats(place + j * 512, dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2], dqueries[4 * j + 3]);
+  }
+  __device__ __forceinline__ void hand_on() const {
+    fence_shared();
+    __syncwarp();
+    if (lane == 0) arrive(memory.sum_full(group));
+  }
+
+  /// dK or dV of this group's keys to float32 sums, where several items add to one row; pairs of lanes swap halves so
+  /// that each adds four columns of one row.
+  __device__ __forceinline__ void add_to_sums(const float (&rows)[kColumns / 2], float factor, float* target,
+                                              const BackwardTask& task) const {
+    const bool odd = lane & 1;
+    const int row = own_row() + (odd ? 8 : 0), columns = a.parts.base.columns;
+    const std::int64_t position = task.position + static_cast<std::int64_t>(group * kGroupRows + row) * task.stride;
+    const bool valid = row < task.keys - group * kGroupRows;
+    float* const place =
+        target + ((static_cast<std::int64_t>(task.entry) * a.parts.base.kv_heads + task.kv_head) * a.parts.base.tokens +
+                  (valid ? position : 0)) *
+                     columns;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float give0 = odd ? rows[4 * j] : rows[4 * j + 2], give1 = odd ? rows[4 * j + 1] : rows[4 * j + 3];
+      const float take0 = __shfl_xor_sync(~0u, give0, 1), take1 = __shfl_xor_sync(~0u, give1, 1);
+      const float4 four =
+          odd ? make_float4(take0 * factor, take1 * factor, rows[4 * j + 2] * factor, rows[4 * j + 3] * factor)
+              : make_float4(rows[4 * j] * factor, rows[4 * j + 1] * factor, take0 * factor, take1 * factor);
+      const int column = j * 8 + lane % 4 / 2 * 4;
+      if (valid && column < columns) cuda::add_four(place + column, four);
+    }
+  }
+  /// The same to this group's rows of a tile in shared memory.
+  __device__ __forceinline__ void put(const float (&rows)[kColumns / 2], float factor,
+                                      std::uint32_t tile_address) const {
+    const int row = own_row();
+    const std::uint32_t place = tile_address + group * S::kGroupKeys + row * 128 + lane % 4 * 4;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const std::uint32_t at = place + j / 8 * S::kKeyBlock + ((j % 8 ^ (row & 7)) << 4);
+      store_word(at, cuda::pack<T>(rows[4 * j] * factor, rows[4 * j + 1] * factor));
+      store_word(at + 1024, cuda::pack<T>(rows[4 * j + 2] * factor, rows[4 * j + 3] * factor));
+    }
+  }
+  /// Row by row from there, where the copy engine would write past the strand's end.
+  __device__ __forceinline__ void write_rows(const cuda::Rows& target, std::uint32_t tile_address, int rows,
+                                             const BackwardTask& task) const {
+    constexpr int kChunks = kColumns / 8;
+#pragma unroll 1
+    for (int i = lane; i < 16 * kChunks; i += kWarpThreads) {
+      const int row = warp() * 16 + i / kChunks, chunk = i % kChunks;
+      if (row >= rows || chunk * 8 >= a.parts.base.columns) continue;
+      const uint4 words = load_words(tile_address + group * S::kGroupKeys + chunk / 8 * S::kKeyBlock + row * 128 +
+                                     ((chunk % 8 ^ (row & 7)) << 4));
+      const std::int64_t position = task.position + static_cast<std::int64_t>(group * kGroupRows + row) * task.stride;
+      T* const place = reinterpret_cast<T*>(target.data) + target.offset(task.entry, position, task.kv_head);
+      store_global(place + chunk * 8, words);
+    }
+  }
+
+  /// dV and dK leave through the item's own tiles of V and K.
+  __device__ __forceinline__ void write_keys(const BackwardTask& task, std::uint32_t stage_of_keys) {
+    const cuda::Launch& base = a.parts.base;
+    const int rows = task.keys - group * kGroupRows;
+    const std::uint32_t keys_tile = memory.keys(stage_of_keys), values_tile = memory.values(stage_of_keys);
+    sync_threads(kItem, kBoth);  // dQ of both groups has read all of K
+    if (base.sum_keys) {
+      add_to_sums(dvalues, base.output_scale, base.dv_sum, task);
+      add_to_sums(dkeys, base.sum_scale, base.dk_sum, task);
+    } else {
+      put(dvalues, base.output_scale, values_tile);
+      put(dkeys, base.sum_scale, keys_tile);
+      if (rows < kGroupRows) {
+        __syncwarp();
+        write_rows(base.dv, values_tile, rows, task);
+        write_rows(base.dk, keys_tile, rows, task);
+      }
+    }
+    fence_shared();  // next the copy engine reads these tiles, or loads others into their place
+    sync_group();
+    if (thread != 0) return;
+    if (!base.sum_keys && rows >= kGroupRows) {
+      Place place{0, task.k_index + group * kGroupRows, task.k_phase, task.kv_head, task.entry};
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block, place.column += kBlockColumns) {
+        const std::uint32_t offset = block * S::kKeyBlock + group * S::kGroupKeys;
+        store_box(&a.dv[task.k_map], values_tile + offset, place);
+        store_box(&a.dk[task.k_map], keys_tile + offset, place);
+      }
+      commit_stores();
+      wait_stores_read<0>();
+    }
+    arrive(memory.key_free(stage_of_keys));
+    arrive(memory.task_free((&task - tasks) % kTaskSlots));
+  }
+
+  /// First scores of an item, with nothing in flight.
+  __device__ __forceinline__ void begin() {
+    wait(memory.query_full(q.stage), q.parity);
+    multiply_queries();
+    products_wait<0>();
+    pin(scores);
+  }
+
+  __device__ __forceinline__ void run() {
+    const cuda::Launch& base = a.parts.base;
+    const float factor = base.scale * cuda::kLog2E, dfactor = base.output_scale * base.dscore_scale;
+    bool more = fetch();
+    if (!more) return;
+    arrive_threads(kRead + (group ^ 1), kBoth);  // the place of dS is free
+    begin();
+    add = 0;
+    // No product is in flight where the loop closes or at the mask: the assembler would serialise all of them.
+    while (true) {
+      if (tile < masked_until) mask();
+      wait(memory.dout_full(q.stage), q.parity);
+      multiply_douts();
+      exponentiate(0, kBlocks8 / 2, factor);
+      hand_on();  // the first time nothing
+      exponentiate(kBlocks8 / 2, kBlocks8, factor);
+      std::uint32_t weights[kQueries / 4], dweights[kQueries / 4];
+#pragma unroll
+      for (int j = 0; j < kQueries / 4; ++j) weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
+      products_wait<0>();
+      pin(dscores);
+      // All of dS before dV starts: fewer registers are alive at once, or products would be serialised.
+      const std::uint32_t delta = memory.delta(q.stage) + lane % 4 * 8;
+#pragma unroll
+      for (int j = 0; j < kBlocks8; ++j) {
+        const float2 shift = load_pair(delta + j * 32);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int i = 4 * j + 2 * half;
+          dweights[2 * j + half] = cuda::pack<T>(scores[i] * fmaf(dscores[i], dfactor, shift.x),
+                                                 scores[i + 1] * fmaf(dscores[i + 1], dfactor, shift.y));
+        }
+      }
+      add_rows(dvalues, weights, memory.douts(q.stage));
+      sync_threads(kRead + group, kBoth);  // both groups have read the last tile's dS
+      const std::uint32_t place = memory.scores() + (group * kGroupRows + warp() * 16 + (lane & 15)) * 128;
+#pragma unroll
+      for (int j = 0; j < kBlocks8; j += 2)  // keys 0 to 7 and 8 to 15 of queries 8 * j .. and 8 * (j + 1) ..
+        store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7)) << 4), dweights + 2 * j);
+      fence_shared();
+      add_rows(dkeys, dweights, memory.queries(q.stage));
+      products_wait<1>();  // dV: frees the registers of P
+      sync_threads(kWritten, kBoth);
+      multiply_keys();
+
+      // The next tile's scores, of the next item where K has a stage for it; stale ones after the last.
+      const std::uint32_t used = q.stage, used_key = k.stage;
+      const BackwardTask& task = tasks[taken % kTaskSlots];
+      const bool last =
+          ++tile == uniform(task.tiles);  // read again each time: a count in a register loses its uniformity
+      q.advance();
+      if (last) {
+        ++taken;
+        if constexpr (S::kKeyStages > 1) {
+          k.advance();
+          more = fetch();
+        }
+      }
+      if (!last || (S::kKeyStages > 1 && more)) wait(memory.query_full(q.stage), q.parity);
+      if constexpr (S::kWide) products_wait<1>();  // dK: else registers would not do for the next scores
+      multiply_queries();
+      products_wait<1>();
+      pin(dqueries);
+      pin(dkeys);
+      pin(dvalues);
+      if (lane == 0) {
+        arrive(memory.query_free(used));
+        arrive(memory.dout_free(used));
+      }
+      arrive_threads(kRead + (group ^ 1), kBoth);
+      stage();
+      products_wait<0>();
+      pin(scores);
+      add = 1;
+      if (last) {
+        write_keys(task, used_key);
+        if constexpr (S::kKeyStages == 1) {
+          k.advance();
+          more = fetch();
+          if (more) begin();
+        }
+        if (!more) break;
+        add = 0;
+      }
+    }
+    hand_on();
+    if (thread == 0) wait_stores();
+  }
+};
+
+}  // namespace longspan::hopper

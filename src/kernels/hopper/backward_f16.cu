@@ -1,0 +1,8 @@
+// Hopper backward kernels for f16.
+#include "kernels/hopper/backward.cuh"
+
+namespace longspan::hopper {
+
+const BackwardStarts kBackwardF16 = {start_prepare<__half>, start_backward<__half>, start_convert<__half>};
+
+}  // namespace longspan::hopper

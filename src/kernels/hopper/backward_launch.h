@@ -1,0 +1,94 @@
+// What the kernels of the Hopper backward are told, and where rows of strands lie in the workspace.
+//   Row values and sums of dq are kept strand by strand, each from a multiple of 64 rows on, so that a tile of queries
+//   is one run of memory. Sums lie in tiles of 64 rows by 48 or 64 columns, in the order in which a warp group holds
+//   them: [warp][8 columns][lane] of four floats, {row, column}, {row, column + 1}, {row + 8, ...}, {row + 8, ...}.
+#pragma once
+
+#include "kernels/hopper/launch.h"
+
+namespace longspan::hopper {
+
+inline constexpr int kSumTileRows = 64;
+inline constexpr int kKeyTileRows = 128;
+
+/// Rows of one branch in one range: heads one after the other, in each the range's segments.
+struct StrandPlaces {
+  std::int64_t first, per_head;
+  std::int64_t opening, each;  // rows that the first segment and those after it take
+  int first_segment;
+
+  LONGSPAN_DEVICE std::int64_t row(const cuda::DeviceBranch& branch, int entry, int head, int segment) const {
+    const std::int64_t inside = segment == first_segment ? 0 : opening + (segment - first_segment - 1) * each;
+    return first + (static_cast<std::int64_t>(entry) * branch.head_count + head - branch.head_begin) * per_head +
+           inside;
+  }
+};
+
+/// Strands of a branch in a range: `count` rows of q from position `start` on, in a sequence of `tokens`.
+LONGSPAN_DEVICE StrandPlaces places_of(const cuda::DeviceBranch& branch, const cuda::DeviceRange& range, int tokens) {
+  const auto padded = [&](std::int64_t positions) {
+    const std::int64_t rows = (positions + branch.dilation - 1) / branch.dilation;
+    return (rows + kSumTileRows - 1) / kSumTileRows * kSumTileRows;
+  };
+  const std::int64_t segment = branch.segment < tokens ? branch.segment : tokens;
+  const std::int64_t end = static_cast<std::int64_t>(range.start) + range.count, last = (end - 1) / branch.segment;
+  StrandPlaces places{};
+  places.first_segment = range.start / branch.segment;
+  const std::int64_t first_end = (static_cast<std::int64_t>(places.first_segment) + 1) * branch.segment;
+  places.opening = padded((first_end < end ? first_end : end) - range.start);
+  places.each = padded(segment);
+  places.per_head = places.opening;
+  if (last > places.first_segment)
+    places.per_head += (last - places.first_segment - 1) * places.each + padded(end - last * branch.segment);
+  return places;
+}
+
+/// What preparation and conversion are told: work by tiles of 64 query rows, then items of rows that no branch covers.
+struct PartsLaunch {
+  cuda::Launch base;
+  StrandPlaces places[cuda::kMaxWork];  // of branch b in range r: [r * branches + b]
+  float* lse;                           // of each row, in base 2 and negative; -inf where a row has no keys
+  float* delta;                         // dscore_scale * (dlse - delta)
+  float* sums;                          // of dq
+  unsigned* ticket;                     // the main kernel's next item
+  unsigned* turns;                      // deterministic: tiles of keys that were added to each tile of sums
+  unsigned items, fill_items;           // of strands, and of uncovered rows after them
+  bool finish_keys;                     // sums of dk and dv are complete: the conversion writes them too
+  bool zero_keys;                       // uncovered rows of dk and dv are those of dq, and nobody else writes them
+
+  LONGSPAN_DEVICE std::int64_t row(const cuda::Item& item) const {
+    return places[item.range * base.branch_count + item.branch].row(base.branches[item.branch], item.entry, item.head,
+                                                                    item.segment);
+  }
+};
+
+/// The main kernel: work by tiles of 128 keys.
+struct alignas(128) BackwardLaunch {
+  CUtensorMap q[kMaxMaps], dout[kMaxMaps], k[kMaxMaps], v[kMaxMaps], dk[kMaxMaps], dv[kMaxMaps];
+  PartsLaunch parts;
+  int first_map[cuda::kMaxBranches];
+  int longer_queries[cuda::kMaxBranches], longer_keys[cuda::kMaxBranches];  // rows of q and of k, modulo the dilation
+  int query_group;                                                          // heads that share a head of k and v
+  int blocks;
+
+  LONGSPAN_DEVICE int map(int branch, int phase, int longer) const {
+    return first_map[branch] + (longer > 0 && phase >= longer);
+  }
+};
+
+/// An item as the warp groups of a block hand it on, in shared memory.
+struct BackwardTask {
+  int tiles;       // of queries, -1: there are no more items
+  int first_tile;  // those before it see none of these keys
+  int keys;        // rows of the tile that exist
+  int queries;     // rows of the strand's queries
+  int diagonal;    // causal: query i sees key j of the tile if i >= j + diagonal
+  int turn;        // tiles of keys before this one
+  int q_map, q_index, q_phase, k_map, k_index, k_phase;
+  int head, kv_head, entry;
+  int position, stride;  // of the first key
+  std::int64_t row;      // of the first query in row values
+  int first_sums;        // tile of 64 rows of sums that it is in
+};
+
+}  // namespace longspan::hopper

@@ -1,0 +1,221 @@
+// What surrounds the main kernel of the Hopper backward: row values and zeroed sums before it, sums to dq after it.
+#pragma once
+
+#include "kernels/hopper/backward_shape.cuh"
+
+namespace longspan::hopper {
+
+inline constexpr int kPartsThreads = 256;
+
+/// Eight numbers of 16 bits as floats.
+template <class T>
+struct Eight {
+  alignas(16) T elements[8];
+  __device__ __forceinline__ void load(const T* source) {
+    *reinterpret_cast<uint4*>(elements) = __ldg(reinterpret_cast<const uint4*>(source));
+  }
+  __device__ __forceinline__ void store(T* target) const {
+    *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(elements);
+  }
+  __device__ __forceinline__ float dot(const Eight& other) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(cuda::as_float(elements[i]), cuda::as_float(other.elements[i]), sum);
+    return sum;
+  }
+};
+
+/// Queries of an item's strand, and the first row of its tile of 64 in row values and sums.
+struct QueryTile {
+  int rows;
+  std::int64_t q_row, row;
+  int stride;
+  __device__ __forceinline__ QueryTile(const PartsLaunch& a, const cuda::Item& item) {
+    const cuda::StrandRows strand =
+        a.base.branches[item.branch].strand(item.head, item.segment, a.base.length(item.entry));
+    const cuda::StrandQueries queries = cuda::queries_of(strand, a.base.ranges[item.range]);
+    const int before = item.tile * kSumTileRows;
+    rows = min(kSumTileRows, queries.count - before);
+    stride = strand.stride;
+    q_row = queries.q_row + static_cast<std::int64_t>(before) * stride;
+    row = a.row(item) + before;
+  }
+};
+
+/// Zeros to rows that no branch covers, of dq and, where nobody else writes them, of dk and dv.
+template <class T>
+__device__ __forceinline__ void zero_uncovered(const PartsLaunch& a, const cuda::Item& item) {
+  constexpr int kWarps = kPartsThreads / kWarpThreads;
+  for (int block = threadIdx.x / kWarpThreads; block < cuda::kFillRows / kWarpThreads; block += kWarps) {
+    const unsigned uncovered = cuda::uncovered_rows(a.base, item, block);
+    if (uncovered == 0) continue;
+    const std::int64_t row = a.base.ranges[item.range].first_row + item.tile * cuda::kFillRows + block * kWarpThreads;
+    cuda::zero_rows<T>(a.base, a.base.dq, item.entry, row, item.head, uncovered);
+    if (a.zero_keys) {
+      cuda::zero_rows<T>(a.base, a.base.dk, item.entry, row, item.head, uncovered);
+      cuda::zero_rows<T>(a.base, a.base.dv, item.entry, row, item.head, uncovered);
+    }
+  }
+}
+
+/// lse and delta of each row in strand order, zeros in the sums of dq. Rows after a strand's end are zeroed too: sums
+/// are in the order of registers, where they lie between rows that exist.
+template <class S>
+__global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__ PartsLaunch a) {
+  using T = typename S::Element;
+  constexpr int kLanes = S::kBlocks * 8, kRowsAtOnce = kPartsThreads / kLanes, kPasses = kSumTileRows / kRowsAtOnce;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.ticket = 0;
+  const cuda::Item item = a.base.decode(blockIdx.x);
+  if (item.branch < 0) return zero_uncovered<T>(a, item);
+  const QueryTile tile(a, item);
+  if (tile.rows <= 0) return;
+  const int chunk = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
+  Eight<T> out[kPasses] = {}, dout[kPasses] = {};
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int local = pass * kRowsAtOnce + first;
+    if (local >= tile.rows || chunk * 8 >= a.base.columns) continue;
+    const std::int64_t q_row = tile.q_row + static_cast<std::int64_t>(local) * tile.stride;
+    out[pass].load(reinterpret_cast<const T*>(a.base.out.data) + a.base.out.offset(item.entry, q_row, item.head) +
+                   chunk * 8);
+    dout[pass].load(reinterpret_cast<const T*>(a.base.dout.data) + a.base.dout.offset(item.entry, q_row, item.head) +
+                    chunk * 8);
+  }
+  float4* const sums = reinterpret_cast<float4*>(a.sums + tile.row * S::kBlocks * S::kSumColumns);
+#pragma unroll
+  for (int i = threadIdx.x; i < S::kBlocks * S::kSumTile / 4; i += kPartsThreads)
+    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (a.turns && threadIdx.x < S::kBlocks) a.turns[tile.row / kSumTileRows * S::kBlocks + threadIdx.x] = 0;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int local = pass * kRowsAtOnce + first;
+    float delta = out[pass].dot(dout[pass]);
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
+    if (chunk != 0 || local >= tile.rows) continue;
+    const std::int64_t q_row = tile.q_row + static_cast<std::int64_t>(local) * tile.stride;
+    const float lse = a.base.lse[a.base.lse_offset(item.entry, q_row, item.head)];
+    if (a.base.dlse)
+      delta -= a.base.dlse[item.entry * a.base.dlse_batch + q_row * a.base.dlse_row + item.head * a.base.dlse_head];
+    const bool empty = lse == -LONGSPAN_INFINITY;
+    a.lse[tile.row + local] = empty ? -LONGSPAN_INFINITY : -lse * cuda::kLog2E;
+    a.delta[tile.row + local] = empty ? 0.0f : -delta * a.base.dscore_scale;
+  }
+}
+
+/// Blocks that write dk and dv from their sums, after those for dq.
+template <class S>
+LONGSPAN_DEVICE std::int64_t key_blocks(const PartsLaunch& a) {
+  constexpr int kRows = kPartsThreads / (S::kBlocks * 8);
+  const std::int64_t rows = static_cast<std::int64_t>(a.base.batch) * a.base.kv_heads * a.base.tokens;
+  return a.finish_keys ? (rows + kRows - 1) / kRows : 0;
+}
+template <class S>
+__device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned block) {
+  using T = typename S::Element;
+  constexpr int kLanes = S::kBlocks * 8;
+  const std::int64_t flat = static_cast<std::int64_t>(block) * (kPartsThreads / kLanes) + threadIdx.x / kLanes;
+  const int column = threadIdx.x % kLanes * 8;
+  const std::int64_t by_head = flat / a.base.tokens, row = flat - by_head * a.base.tokens;
+  const std::int64_t entry = by_head / a.base.kv_heads, head = by_head - entry * a.base.kv_heads;
+  if (entry >= a.base.batch || column >= a.base.columns) return;
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    const cuda::Rows& target = which == 0 ? a.base.dk : a.base.dv;
+    const float4* const sums =
+        reinterpret_cast<const float4*>((which == 0 ? a.base.dk_sum : a.base.dv_sum) + flat * a.base.columns + column);
+    const float4 low = __ldcs(sums), high = __ldcs(sums + 1);
+    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(target.data) + target.offset(entry, row, head) + column) =
+        make_uint4(cuda::pack<T>(low.x, low.y), cuda::pack<T>(low.z, low.w), cuda::pack<T>(high.x, high.y),
+                   cuda::pack<T>(high.z, high.w));
+  }
+}
+
+/// Sums to dq, tile by tile, for patterns whose branches share no rows.
+template <class S>
+__global__ void __launch_bounds__(kPartsThreads) convert_tiles(const __grid_constant__ PartsLaunch a) {
+  using T = typename S::Element;
+  constexpr int kPitch = kBlockColumns + 8;  // keeps rows apart in banks, and 16-byte chunks aligned
+  constexpr int kHalves = kPartsThreads / (kGroupThreads * S::kBlocks);  // of the columns of narrow heads
+  __shared__ __align__(16) T rows[S::kBlocks][kSumTileRows][kPitch];
+  if (blockIdx.x >= a.items) return convert_keys<S>(a, blockIdx.x - a.items);
+  const cuda::Item item = a.base.decode(blockIdx.x);
+  const QueryTile tile(a, item);
+  if (tile.rows <= 0) return;
+  const int part = threadIdx.x / kGroupThreads, block = part / kHalves, thread = threadIdx.x % kGroupThreads;
+  const int lane = thread % kWarpThreads;
+  const float4* const sums =
+      reinterpret_cast<const float4*>(a.sums + (tile.row / kSumTileRows * S::kBlocks + block) * S::kSumTile) +
+      thread / kWarpThreads * (S::kWarpSums / 4) + lane;
+  const int row = thread / kWarpThreads * 16 + lane / 4;
+  const float factor = a.base.sum_scale;
+#pragma unroll
+  for (int i = 0; i < S::kSumColumns / 8 / kHalves; ++i) {
+    const int j = i * kHalves + part % kHalves;
+    const float4 four = __ldcs(sums + j * kWarpThreads);
+    std::uint32_t* const place = reinterpret_cast<std::uint32_t*>(&rows[block][row][j * 8 + lane % 4 * 2]);
+    place[0] = cuda::pack<T>(four.x * factor, four.y * factor);
+    place[4 * kPitch] = cuda::pack<T>(four.z * factor, four.w * factor);
+  }
+  __syncthreads();
+  constexpr int kLanes = S::kBlocks * 8;
+  const int chunk = threadIdx.x % kLanes;
+  if (chunk * 8 >= a.base.columns) return;
+#pragma unroll
+  for (int local = threadIdx.x / kLanes; local < kSumTileRows; local += kPartsThreads / kLanes) {
+    if (local >= tile.rows) break;
+    const std::int64_t q_row = tile.q_row + static_cast<std::int64_t>(local) * tile.stride;
+    T* const target = reinterpret_cast<T*>(a.base.dq.data) + a.base.dq.offset(item.entry, q_row, item.head) + chunk * 8;
+    *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(&rows[chunk / 8][local][chunk % 8 * 8]);
+  }
+}
+
+inline constexpr int kQuarters = 4,
+                     kQuarterRows = cuda::kFillRows / kQuarters;  // of an item: enough blocks to fill a GPU
+
+/// Sums to dq, row by row: branches that cover a row are added up in their order.
+template <class S>
+__global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_constant__ PartsLaunch a) {
+  using T = typename S::Element;
+  constexpr int kLanes = S::kBlocks * 8;
+  const unsigned row_blocks = a.fill_items * kQuarters;
+  if (blockIdx.x >= row_blocks) return convert_keys<S>(a, blockIdx.x - row_blocks);
+  const cuda::Item item = a.base.decode(a.items + blockIdx.x / kQuarters);
+  const cuda::DeviceRange& range = a.base.ranges[item.range];
+  const int length = a.base.length(item.entry), chunk = threadIdx.x % kLanes;
+  if (chunk * 8 >= a.base.columns) return;
+#pragma unroll
+  for (int i = threadIdx.x / kLanes; i < kQuarterRows; i += kPartsThreads / kLanes) {
+    const int local = item.tile * cuda::kFillRows + blockIdx.x % kQuarters * kQuarterRows + i;
+    const int position = range.start + local;
+    if (local >= range.count) return;
+    float total[8] = {};
+    for (int b = 0; b < a.base.branch_count && position < length; ++b) {
+      const cuda::DeviceBranch& branch = a.base.branches[b];
+      const int segment = position / branch.segment, inside = position - segment * branch.segment;
+      if (!branch.owns(item.head) || !branch.active(length) || inside % branch.dilation != branch.phase(item.head))
+        continue;
+      const cuda::StrandQueries queries = cuda::queries_of(branch.strand(item.head, segment, length), range);
+      const std::int64_t row =
+          a.places[item.range * a.base.branch_count + b].row(branch, item.entry, item.head, segment) +
+          inside / branch.dilation - queries.begin;
+      const int within = static_cast<int>(row % kSumTileRows);
+      const float2* const sums = reinterpret_cast<const float2*>(
+          a.sums + (row / kSumTileRows * S::kBlocks + chunk / 8) * S::kSumTile + within / 16 * S::kWarpSums +
+          chunk % 8 * 128 + within % 8 * 16 + within / 8 % 2 * 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 two = __ldg(sums + 2 * j);
+        total[2 * j] += two.x;
+        total[2 * j + 1] += two.y;
+      }
+    }
+    Eight<T> result;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) result.elements[j] = cuda::from_float<T>(total[j] * a.base.sum_scale);
+    result.store(reinterpret_cast<T*>(a.base.dq.data) +
+                 a.base.dq.offset(item.entry, range.first_row + local, item.head) + chunk * 8);
+  }
+}
+
+}  // namespace longspan::hopper

@@ -1,0 +1,88 @@
+// Tile shape of the Hopper backward, and what lies where in a block's shared memory.
+#pragma once
+
+#include "kernels/hopper/backward_launch.h"
+#include "kernels/hopper/shape.cuh"
+
+namespace longspan::hopper {
+
+template <class T, int kColumnsValue>
+struct BackwardShape {
+  using Element = T;
+  static constexpr int kColumns = kColumnsValue, kKeys = kKeyTileRows;
+  static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
+  static constexpr bool kWide = kBlocks > 1;
+  static constexpr int kQueries =
+      kWide ? 64 : 128;  // of a tile: scores, their gradients and two sums fill the registers
+  static constexpr int kStages = 2, kKeyStages = kWide ? 1 : 2;
+  static constexpr int kThreads = 3 * kGroupThreads;
+  // Blocks of 64 columns: rows of 128 bytes, one block after the other.
+  static constexpr std::uint32_t kQueryBlock = kQueries * 128, kQueryBytes = kQueryBlock * kBlocks;
+  static constexpr std::uint32_t kKeyBlock = kKeys * 128, kKeyBytes = kKeyBlock * kBlocks;
+  static constexpr std::uint32_t kGroupKeys = kGroupRows * 128;  // of a block of K or V, to the second group's rows
+  static constexpr std::uint32_t kValueBytes = kQueries * 4;     // lse or delta of a tile
+  static constexpr std::uint32_t kScoreBlock = kKeys * 128, kScoreBytes = kScoreBlock * (kQueries / 64);
+  // dQ of a tile: each group has 64 rows (narrow heads) or 64 columns (wide ones).
+  static constexpr int kSumColumns = kColumns < 64 ? kColumns : 64;
+  static constexpr int kSumTile = kSumTileRows * kSumColumns, kWarpSums = kSumTile / 4;  // floats
+  static constexpr std::uint32_t kSumBytes = kSumTile * 4;
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static_assert(2 * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * 3);
+  using Tasks = BackwardTask[kTaskSlots];
+};
+
+/// Addresses in shared memory.
+template <class S>
+struct BackwardMemory {
+  static constexpr std::uint32_t kKeysEnd = 2 * S::kKeyStages * S::kKeyBytes,
+                                 kQueriesEnd = kKeysEnd + 2 * S::kStages * S::kQueryBytes,
+                                 kScoresEnd = kQueriesEnd + S::kScoreBytes, kSumsEnd = kScoresEnd + 2 * S::kSumBytes,
+                                 kValuesEnd = kSumsEnd + 2 * S::kStages * S::kValueBytes;
+  static constexpr std::uint32_t kBarriers = 4 * S::kStages + 2 * S::kKeyStages + 2 * kTaskSlots + 5;
+  static constexpr int kBytes = static_cast<int>(1024 + kValuesEnd + 8 * kBarriers);
+  static_assert(kBytes + static_cast<int>(sizeof(typename S::Tasks)) <= 227 * 1024);
+  std::uint32_t base;
+
+  __device__ __forceinline__ std::uint32_t keys(std::uint32_t stage) const { return base + stage * S::kKeyBytes; }
+  __device__ __forceinline__ std::uint32_t values(std::uint32_t stage) const { return keys(S::kKeyStages + stage); }
+  __device__ __forceinline__ std::uint32_t queries(std::uint32_t stage) const {
+    return base + kKeysEnd + stage * S::kQueryBytes;
+  }
+  __device__ __forceinline__ std::uint32_t douts(std::uint32_t stage) const { return queries(S::kStages + stage); }
+  /// dS of the tile, transposed: rows are keys, blocks of 64 queries.
+  __device__ __forceinline__ std::uint32_t scores() const { return base + kQueriesEnd; }
+  __device__ __forceinline__ std::uint32_t sums(std::uint32_t group) const {
+    return base + kScoresEnd + group * S::kSumBytes;
+  }
+  __device__ __forceinline__ std::uint32_t lse(std::uint32_t stage) const {
+    return base + kSumsEnd + stage * S::kValueBytes;
+  }
+  __device__ __forceinline__ std::uint32_t delta(std::uint32_t stage) const { return lse(S::kStages + stage); }
+  __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const { return base + kValuesEnd + 8 * index; }
+  __device__ __forceinline__ std::uint32_t query_full(std::uint32_t stage) const { return barrier(stage); }
+  __device__ __forceinline__ std::uint32_t query_free(std::uint32_t stage) const { return barrier(S::kStages + stage); }
+  __device__ __forceinline__ std::uint32_t dout_full(std::uint32_t stage) const {
+    return barrier(2 * S::kStages + stage);
+  }
+  __device__ __forceinline__ std::uint32_t dout_free(std::uint32_t stage) const {
+    return barrier(3 * S::kStages + stage);
+  }
+  __device__ __forceinline__ std::uint32_t key_full(std::uint32_t stage) const {
+    return barrier(4 * S::kStages + stage);
+  }
+  __device__ __forceinline__ std::uint32_t key_free(std::uint32_t stage) const {
+    return key_full(S::kKeyStages + stage);
+  }
+  __device__ __forceinline__ std::uint32_t task_full(std::uint32_t slot) const {
+    return key_full(2 * S::kKeyStages + slot);
+  }
+  __device__ __forceinline__ std::uint32_t task_free(std::uint32_t slot) const { return task_full(kTaskSlots + slot); }
+  /// Loads that the producer looks through before it hands them on.
+  __device__ __forceinline__ std::uint32_t ragged() const { return task_full(2 * kTaskSlots); }
+  __device__ __forceinline__ std::uint32_t sum_full(std::uint32_t group) const {
+    return task_full(2 * kTaskSlots + 1 + group);
+  }
+  __device__ __forceinline__ std::uint32_t sum_free(std::uint32_t group) const { return sum_full(2 + group); }
+};
+
+}  // namespace longspan::hopper

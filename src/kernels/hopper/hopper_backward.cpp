@@ -1,0 +1,206 @@
+// The Hopper backward on the host: what it can run, where its workspace goes, and its launches.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/cuda/call.h"
+#include "kernels/cuda/error.h"
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/prepare.h"
+#include "kernels/hopper/hopper.h"
+#include "kernels/hopper/hopper_backward.h"
+#include "kernels/hopper/kernels.h"
+#include "kernels/hopper/maps.h"
+
+namespace longspan::hopper {
+namespace {
+
+constexpr std::int64_t kWidest = 128;
+// Strands that are worked on together: sums of dq, Q and dO of all of them should stay in L2.
+constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20, kFewestStrands = 4, kMostStrands = 32;
+// Short strands and many branches take more sums than dq has rows; this often at most, unless they are small.
+constexpr double kMostSums = 3.0;
+constexpr std::int64_t kSmallSums = std::int64_t{64} << 20;
+
+/// Columns of a row of sums.
+std::int64_t sum_columns(const Problem& problem) {
+  return problem.head_dim <= 48 ? 48 : problem.head_dim <= 64 ? 64 : 128;
+}
+
+struct Space {
+  std::size_t lse = 0, delta = 0, sums = 0, turns = 0, ticket = 0, dk = 0, dv = 0, total = 0;
+};
+
+Space layout(const Plan& plan) {
+  const Problem& problem = plan.problem();
+  Space space;
+  const auto take = [&](std::size_t& offset, std::int64_t bytes) {
+    offset = space.total;
+    space.total += (static_cast<std::size_t>(bytes) + 255) / 256 * 256;
+  };
+  const auto size = [](std::int64_t count) { return count * static_cast<std::int64_t>(sizeof(float)); };
+  if (problem.has_lengths) space.total = cuda::layout(plan, Pass::forward, false).total;  // where calls put lengths
+  const std::int64_t rows = sum_rows(plan);
+  // A last tile of row values may end after the last strand.
+  take(space.lse, size(rows + kKeyTileRows));
+  take(space.delta, size(rows + kKeyTileRows));
+  take(space.sums, size(rows * sum_columns(problem)));
+  take(space.ticket, size(1));
+  if (plan.options().deterministic) take(space.turns, size(rows / kSumTileRows * 2));
+  if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
+    const std::int64_t keys = problem.batch * problem.kv_heads * problem.tokens * problem.head_dim;
+    take(space.dk, size(keys));
+    take(space.dv, size(keys));
+  }
+  return space;
+}
+
+bool make_maps(BackwardLaunch& launch, const BackwardArguments& a) {
+  const int query_box = a.plan.problem().head_dim <= 64 ? 128 : 64;
+  return for_each_map(launch, a.plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t key_rows) {
+    return encode(launch.q[map], a.q, dilation, rows, query_box) &&
+           encode(launch.dout[map], a.dout, dilation, rows, query_box) &&
+           encode(launch.k[map], a.k, dilation, key_rows, kKeyTileRows) &&
+           encode(launch.v[map], a.v, dilation, key_rows, kKeyTileRows) &&
+           encode(launch.dk[map], a.dk, dilation, key_rows, kGroupRows) &&
+           encode(launch.dv[map], a.dv, dilation, key_rows, kGroupRows);
+  });
+}
+
+/// Where strands of each branch in each range of a launch have their rows.
+void place_strands(PartsLaunch& parts) {
+  const cuda::Launch& base = parts.base;
+  std::int64_t next = 0;
+  for (int r = 0; r < base.range_count; ++r) {
+    for (int b = 0; b < base.branch_count; ++b) {
+      StrandPlaces& places = parts.places[r * base.branch_count + b];
+      if (!base.branches[b].active(base.tokens)) continue;
+      places = places_of(base.branches[b], base.ranges[r], base.tokens);
+      places.first = next;
+      next += places.per_head * base.branches[b].head_count * base.batch;
+    }
+  }
+}
+
+/// Plans take as many query rows as tokens for the whole sequence, which a list of ranges may contradict.
+bool fits_workspace(const BackwardArguments& a) {
+  if (a.plan.problem().query_rows != a.plan.problem().tokens) return true;
+  return std::all_of(a.ranges.begin(), a.ranges.end(),
+                     [&](const RowRange& range) { return range.count == 0 || range.count == a.q.rows(); });
+}
+
+void count_items(PartsLaunch& parts) {
+  const cuda::Launch& base = parts.base;
+  parts.items = static_cast<unsigned>(base.items);
+  for (int w = base.work_count - 1; w >= 0 && base.work[w].branch < 0; --w) parts.items = base.work[w].first_item;
+  parts.fill_items = static_cast<unsigned>(base.items) - parts.items;
+}
+
+}  // namespace
+
+std::int64_t sum_rows(const Plan& plan) {
+  const Problem& problem = plan.problem();
+  const bool whole = problem.query_rows == problem.tokens;
+  const std::int64_t rows = problem.query_rows;
+  const std::int64_t ranges = std::min<std::int64_t>(static_cast<std::int64_t>(cuda::ranges_per_launch(plan)), rows);
+  std::int64_t total = 0;
+  for (const BranchPlan& branch : plan.branches()) {
+    if (rows == 0 || !branch.active(problem.tokens)) continue;
+    const std::int64_t segment = std::min(branch.segment, problem.tokens);
+    const std::int64_t dilation = dilation_of(branch);
+    std::int64_t per_head;
+    if (whole) {
+      const auto padded = [&](std::int64_t positions) {
+        const std::int64_t strand = (positions + dilation - 1) / dilation;
+        return (strand + kSumTileRows - 1) / kSumTileRows * kSumTileRows;
+      };
+      const std::int64_t segments = (problem.tokens + segment - 1) / segment;
+      per_head = (segments - 1) * padded(segment) + padded(problem.tokens - (segments - 1) * segment);
+    } else {
+      // Whatever the ranges are: a strand has at most its share of them and a row, rounded up.
+      per_head = rows / dilation + kSumTileRows * (rows / segment + 2 * ranges + 1);
+    }
+    total += per_head * branch.head_count * problem.batch;
+  }
+  return total;
+}
+
+Verdict can_run_backward(const Plan& plan) {
+  if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
+  const Problem& problem = plan.problem();
+  if (problem.head_dim > kWidest)
+    return no("takes head dims up to {} in the backward, here it is {}", kWidest, problem.head_dim);
+  if (plan.options().detached_mix) return no("has no detached_mix");
+  const std::int64_t rows = sum_rows(plan), columns = sum_columns(problem);
+  const double rows_of_dq =
+      static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.query_rows);
+  const double ratio = static_cast<double>(rows) / std::max(rows_of_dq, 1.0);
+  if (ratio > kMostSums && rows * columns * static_cast<std::int64_t>(sizeof(float)) > kSmallSums)
+    return no(
+        "adds up dq strand by strand in steps of {} rows: here that takes {:.1f} times the rows of dq, {} at most",
+        kSumTileRows, ratio, kMostSums);
+  if (rows / kSumTileRows * 2 > std::int64_t{1} << 30)
+    return no("counts tiles of sums in 32 bits, there are {} rows of them", rows);
+  return yes();
+}
+
+/// Tensors that the copy engine cannot address go to cuda-mma inside the call, so its workspace must fit too.
+std::size_t backward_workspace_bytes(const Plan& plan) {
+  return std::max(layout(plan).total, cuda::layout(plan, Pass::backward, true).total);
+}
+
+void backward(const BackwardArguments& a) {
+  const Problem& problem = a.plan.problem();
+  BackwardLaunch launch{};
+  if (!cuda::has_key_sums(a) || !fits_workspace(a) || !make_maps(launch, a)) return cuda::backward_matrix(a);
+  const cuda::DeviceGuard guard(a.q.device.index);
+  cuda::check_pointers(a);
+  const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
+  const BackwardStarts& starts = problem.dtype == DType::bf16 ? kBackwardBf16 : kBackwardF16;
+  const bool in_order = a.plan.options().deterministic;
+  const Space space = layout(a.plan);
+  const auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(a.workspace + offset); };
+  PartsLaunch& parts = launch.parts;
+  parts.lse = at(space.lse), parts.delta = at(space.delta), parts.sums = at(space.sums);
+  parts.ticket = reinterpret_cast<unsigned*>(at(space.ticket));
+  parts.turns = in_order ? reinterpret_cast<unsigned*>(at(space.turns)) : nullptr;
+  bool cleared = false;
+  std::int64_t rows_left = problem.query_rows;
+  cuda::for_each_launch(a, {kKeyTileRows, true, false}, true, [&](cuda::Launch& base) {
+    base.dk_sum = at(space.dk), base.dv_sum = at(space.dv);
+    if (base.sum_keys && !cleared) cuda::check(cuda::clear_key_sums(base, stream), "clearing accumulators");
+    cleared = true;
+    // Around the main kernel: tiles of query rows, and all rows where several branches may share one.
+    parts.base = base;
+    parts.base.fill = base.fill || base.merges;
+    cuda::add_work(parts.base, a.plan, {kSumTileRows, false, true});
+    parts.zero_keys = !base.sum_keys;
+    for (int r = 0; r < base.range_count; ++r) rows_left -= base.ranges[r].count;
+    parts.finish_keys = base.sum_keys && rows_left == 0;
+    place_strands(parts);
+    count_items(parts);
+    const PartsLaunch around = parts;
+    cuda::check(starts.prepare(around, stream), "starting the preparation of backward");
+
+    bool first = true;
+    const auto run = [&](const cuda::Launch& part) {
+      if (part.items == 0) return;
+      parts.base = part;
+      parts.items = static_cast<unsigned>(part.items);
+      for (int w = 0; w < part.work_count; ++w) {
+        cuda::Work& work = parts.base.work[w];
+        const std::int64_t strand_bytes = std::int64_t{work.tiles} * kKeyTileRows * sum_columns(problem) * 8;
+        work.chunk = static_cast<unsigned>(std::clamp(kCacheBytes / strand_bytes, kFewestStrands, kMostStrands));
+      }
+      launch.query_group = part.heads / part.kv_heads;
+      launch.blocks = static_cast<int>(std::min<std::int64_t>(part.items, multiprocessors(problem)));
+      if (!first) cuda::check(cudaMemsetAsync(parts.ticket, 0, sizeof(unsigned), stream), "clearing a counter");
+      first = false;
+      cuda::check(starts.run(launch, stream), "starting the Hopper backward kernel");
+    };
+    if (in_order && base.sum_keys) cuda::for_each_writer(base, base.heads / base.kv_heads, run);
+    else run(base);
+    cuda::check(starts.convert(around, stream), "starting the conversion of gradients");
+  });
+}
+
+}  // namespace longspan::hopper

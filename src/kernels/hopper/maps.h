@@ -1,0 +1,49 @@
+// Maps for the copy engine, and what the Hopper kernels ask of a plan and of the machine.
+#pragma once
+
+#include "kernels/hopper/launch.h"
+#include "kernels/kernel.h"
+
+namespace longspan::hopper {
+
+/// What forward and backward need alike.
+Verdict fits(const Plan& plan);
+
+/// Rows of a tensor as the grid of one dilation (launch.h), phases of one kind; false if the copy engine cannot address
+/// it.
+bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation, std::int64_t rows, int box_rows);
+
+/// Calls make(count, kind, dilation) for each map of each branch: one, or two where phases differ in length, and fills
+/// in where a branch's maps begin. False as soon as make is.
+template <class Launch, class Make>
+bool for_each_map(Launch& launch, const Plan& plan, Make&& make);
+
+std::int64_t dilation_of(const BranchPlan& branch);
+/// Maps of a branch: one, or two where phases differ in length.
+int maps_of(const BranchPlan& branch, const Problem& problem);
+int multiprocessors(const Problem& problem);
+
+/// Rows of phases of one kind: the longer ones first.
+inline std::int64_t phase_rows(std::int64_t rows, std::int64_t dilation, int kind) {
+  return rows / dilation + (kind == 0 && rows % dilation != 0);
+}
+
+template <class Launch, class Make>
+bool for_each_map(Launch& launch, const Plan& plan, Make&& make) {
+  const Problem& problem = plan.problem();
+  int count = 0, index = 0;
+  for (const BranchPlan& branch : plan.branches()) {
+    const std::int64_t dilation = dilation_of(branch);
+    launch.first_map[index] = count;
+    launch.longer_queries[index] = static_cast<int>(problem.query_rows % dilation);
+    launch.longer_keys[index++] = static_cast<int>(problem.tokens % dilation);
+    for (int kind = 0; kind < maps_of(branch, problem); ++kind, ++count) {
+      if (!make(count, dilation, phase_rows(problem.query_rows, dilation, kind),
+                phase_rows(problem.tokens, dilation, kind)))
+        return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace longspan::hopper

@@ -1,0 +1,363 @@
+// What the Hopper backward promises besides matching the reference on small problems (which gpu_matches_reference_test
+// checks for every kernel): long strands and ragged ends, errors no larger than the portable kernel's, bits that
+// repeat, NaN that stays where it is, workspace that suffices whatever the query ranges.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <tuple>
+
+#include "gpu/device_case.h"
+#include "kernels/cuda/prepare.h"
+#include "kernels/hopper/backward_launch.h"
+#include "kernels/hopper/hopper.h"
+#include "kernels/hopper/hopper_backward.h"
+
+namespace longspan::testing {
+namespace {
+
+constexpr const char* kName = "hopper-wgmma";
+
+Options with(bool causal, bool deterministic = false, const char* kernel = kName) {
+  Options options;
+  options.causal = causal;
+  options.deterministic = deterministic;
+  options.kernel = kernel;
+  return options;
+}
+
+Problem problem_of(std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
+  Problem problem;
+  problem.device = kGpu;
+  problem.dtype = DType::bf16;
+  problem.tokens = problem.query_rows = tokens;
+  problem.heads = problem.kv_heads = heads;
+  problem.head_dim = head_dim;
+  return problem;
+}
+
+bool has_hopper() {
+  const Plan plan(Pattern::dense(), {}, problem_of(64, 1, 64));
+  return hopper::kKernel.can_run(plan, Pass::backward).ok;
+}
+#define LONGSPAN_NEEDS_HOPPER() \
+  if (!has_hopper()) GTEST_SKIP() << "no Hopper GPU"
+
+struct Setting {
+  const char* name;
+  Pattern pattern;
+  Shape shape;
+  std::vector<std::int64_t> lengths;
+  std::vector<RowRange> ranges;
+  bool shares_keys = false;  // several items add to a row of dk and dv
+};
+
+/// Several tiles of keys and of queries, ends in the middle of both, two kinds of phases, several entries.
+std::vector<Setting> settings() {
+  const Pattern groups = Pattern::dilated({512, 1024, 2048}, {1, 2, 4}), ragged = Pattern::dilated({700, 1500}, {3, 4});
+  const Pattern slide = Pattern::longnet({300, 900, 4000}, {1, 2, 5}, PhaseRule::torchscale).with_pad_keys();
+  return {{"dense", Pattern::dense(), {1, 768, 2, 2, 64}, {}, {}},
+          {"dense_wide", Pattern::dense(), {1, 650, 2, 2, 128}, {}, {}},
+          {"dense_ragged", Pattern::dense(), {2, 701, 1, 1, 64}, {}, {}},
+          {"dense_grouped", Pattern::dense(), {2, 350, 6, 2, 64}, {}, {}, true},
+          {"grouped_wide", groups, {1, 1024, 6, 3, 128}, {}, {}, true},
+          {"short_strands", Pattern::dilated({100, 512}, {1, 4}), {2, 1111, 4, 4, 64}, {}, {}},
+          {"short_wide", Pattern::dilated({61, 122}, {1, 2}), {1, 1111, 4, 4, 128}, {}, {}},
+          {"many_items", Pattern::dilated({33}, {1}), {1, 8192, 8, 8, 16}, {}, {}},
+          {"many_items_wide", Pattern::dilated({33}, {1}), {1, 8192, 8, 8, 72}, {}, {}},
+          {"groups", groups, {1, 2048, 3, 3, 64}, {}, {}},
+          {"groups_wide", groups, {1, 2048, 3, 3, 128}, {}, {}},
+          {"groups_ragged", ragged, {2, 2999, 2, 2, 64}, {}, {}},
+          {"groups_d96", ragged, {1, 2999, 2, 2, 96}, {}, {}},
+          {"groups_d72", ragged, {1, 1999, 2, 2, 72}, {}, {}},
+          {"groups_d40", ragged, {1, 2999, 2, 2, 40}, {}, {}},
+          {"groups_d8", groups, {1, 1000, 3, 3, 8}, {}, {}},
+          {"lengths", groups, {3, 2048, 3, 3, 64}, {1777, 0, 300}, {}},
+          {"ranges", ragged, {1, 2999, 2, 2, 64}, {}, {{700, 900}, {2900, 99}}, true},
+          {"slide", slide, {1, 1501, 4, 4, 48}, {}, {}, true},
+          {"slide_lengths", slide, {2, 1201, 4, 4, 64}, {1200, 77}, {}, true},
+          {"slide_wide", slide, {1, 1201, 4, 2, 128}, {}, {}, true},
+          {"slide_ranges", slide, {1, 2001, 4, 4, 48}, {}, {{1000, 1001}, {5, 300}}, true}};
+}
+
+using Parameters = std::tuple<Setting, DType, bool>;
+class HopperBackward : public ::testing::TestWithParam<Parameters> {
+ protected:
+  Case make(double deviation = 1.0) const {
+    const auto& [setting, dtype, causal] = GetParam();
+    Case c(setting.pattern, with(causal), setting.shape, dtype, causal ? Layout::bhnd : Layout::bnhd, setting.ranges,
+           deviation);
+    c.lengths = setting.lengths;
+    return c;
+  }
+};
+
+/// Beside the portable kernel from the same out and lse, and in its own company. Half of the cases have scores of a
+/// standard deviation of 4 (2 of q and 2 of k), where few keys have all the weight.
+TEST_P(HopperBackward, MatchesWithNoMoreErrorThanThePortableKernel) {
+  LONGSPAN_NEEDS_HOPPER();
+  const auto& [setting, dtype, causal] = GetParam();
+  const Case c = make(causal == (dtype == DType::bf16) ? 1.0 : 2.0);
+  const reference::Expectation want = c.expected(true);
+  DeviceCase portable(c);
+  const Attention portable_attention(c.pattern, with(causal, false, "cuda-mma"));
+  portable.forward(portable_attention, portable.call());
+  portable.backward(portable_attention, portable.call());
+  const Results& other = portable.download();
+  for (const bool deterministic : {false, true}) {
+    const Attention attention(c.pattern, with(causal, deterministic));
+    DeviceCase alone(c), device(c);
+    alone.forward(attention, alone.call());
+    for (const DeviceCase* of : {&alone, &device})
+      for (const DeviceTensor* gradient : {&of->dq, &of->dk, &of->dv}) gradient->poison();
+    alone.backward(attention, alone.call());
+    attention.backward(device.q.view(), device.k.view(), device.v.view(), portable.out.view(), portable.lse.view(),
+                       device.dout.view(), device.dq.output(), device.dk.output(), device.dv.output(), device.call());
+    const Results &own = alone.download(), &got = device.download();
+    const auto check = [&](const char* name, const Tensor& in_company, const Tensor& actual, const Tensor& beside,
+                           const reference::ExpectedTensor& expected) {
+      const auto company = reference::compare(in_company.view(), expected);
+      EXPECT_TRUE(company.ok()) << name << " " << company.worst << " " << company.rms_over_model;
+      const auto ours = reference::compare(actual.view(), expected),
+                 theirs = reference::compare(beside.view(), expected);
+      EXPECT_LE(ours.over_tolerance, 1) << name << " " << ours.worst;
+      EXPECT_LE(ours.rms_over_model, 1.1 * theirs.rms_over_model) << name;
+    };
+    check("dq", own.dq, got.dq, other.dq, want.dq);
+    check("dk", own.dk, got.dk, other.dk, want.dk);
+    check("dv", own.dv, got.dv, other.dv, want.dv);
+  }
+}
+
+TEST_P(HopperBackward, Repeats) {
+  LONGSPAN_NEEDS_HOPPER();
+  const auto& [setting, dtype, causal] = GetParam();
+  if (dtype != DType::bf16) return;  // the same work
+  const Case c = make();
+  for (const bool deterministic : {false, true}) {
+    const Attention attention(c.pattern, with(causal, deterministic));
+    DeviceCase device(c);
+    device.forward(attention, device.call());
+    device.backward(attention, device.call());
+    const Results first = device.download();
+    for (int i = 0; i < 200; ++i) {
+      for (const DeviceTensor* gradient : {&device.dq, &device.dk, &device.dv}) gradient->poison();
+      device.backward(attention, device.call());
+      expect_success(cudaDeviceSynchronize());
+      if (i % 10 != 0) continue;
+      device.dq.download(device.results.dq);
+      device.dk.download(device.results.dk);
+      device.dv.download(device.results.dv);
+      if (deterministic) {
+        ASSERT_EQ(device.results.dq, first.dq) << "repeat " << i;
+      }
+      if (deterministic || !setting.shares_keys) {
+        ASSERT_EQ(device.results.dk, first.dk) << "repeat " << i;
+        ASSERT_EQ(device.results.dv, first.dv) << "repeat " << i;
+      }
+    }
+  }
+}
+
+std::string name_of_case(const ::testing::TestParamInfo<Parameters>& parameters) {
+  const auto& [setting, dtype, causal] = parameters.param;
+  return std::string(setting.name) + "_" + std::string(name_of(dtype)) + (causal ? "_causal" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Hopper, HopperBackward,
+                         ::testing::Combine(::testing::ValuesIn(settings()), ::testing::Values(DType::bf16, DType::f16),
+                                            ::testing::Bool()),
+                         name_of_case);
+
+/// NaN in rows beyond `lengths`, or in one strand, reaches no other strand, although tiles end between strands.
+TEST(HopperGradients, NaNStaysInItsStrand) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const std::int64_t head_dim : {64, 128}) {
+    Case c(Pattern::dilated({200, 400}, {1, 2}), with(false), {2, 1000, 2, 2, head_dim}, DType::bf16);
+    c.lengths = {1000, 333};
+    for (std::int64_t column = 0; column < head_dim; ++column) {
+      for (std::int64_t head = 0; head < 2; ++head) {
+        for (Tensor* tensor : {&c.q, &c.k, &c.v, &c.dout}) {
+          for (std::int64_t row = 333; row < 1000; ++row) tensor->set(1, row, head, column, std::nan(""));
+          for (std::int64_t row = 400; row < 600; ++row) tensor->set(0, row, head, column, std::nan(""));
+        }
+      }
+    }
+    DeviceCase device(c);
+    const Attention attention(c.pattern, c.options);
+    device.forward(attention, device.call());
+    device.backward(attention, device.call());
+    const Results& got = device.download();
+    for (const Tensor* tensor : {&got.dq, &got.dk, &got.dv}) {
+      tensor->for_each([&](auto entry, auto row, auto head, auto column) {
+        const bool poisoned =
+            entry == 0 && (head == 0 ? row >= 400 && row < 600 : row >= 400 && row < 800 && row % 2 == 1);
+        ASSERT_EQ(std::isnan(tensor->at(entry, row, head, column)), poisoned)
+            << "entry " << entry << " row " << row << " head " << head << " head_dim " << head_dim;
+      });
+    }
+  }
+}
+
+/// Scores far below 0 make weights of keys that do not exist overflow, if these are not masked.
+TEST(HopperGradients, VeryNegativeScores) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const std::int64_t head_dim : {64, 128}) {
+    Case c(Pattern::dense(), with(false), {1, 200, 2, 2, head_dim}, DType::bf16);
+    c.q.for_each([&](auto entry, auto row, auto head, auto column) {
+      c.q.set(entry, row, head, column, 6.0 + 0.1 * c.q.at(entry, row, head, column));
+      c.k.set(entry, row, head, column, -6.0 + 0.1 * c.k.at(entry, row, head, column));
+    });
+    expect_gpu_matches(c);
+  }
+}
+
+/// A gradient whose rows or entries repeat (strides of 0, as torch's sum gives) is computed too.
+TEST(HopperGradients, ExpandedGradient) {
+  LONGSPAN_NEEDS_HOPPER();
+  Case c(Pattern::dilated({128, 300}, {1, 2}), with(false), {1, 300, 2, 2, 64}, DType::bf16);
+  c.dout.for_each([&](auto entry, auto row, auto head, auto column) {
+    c.dout.set(entry, row, head, column, c.dout.at(entry, 0, head, column));
+  });
+  const reference::Expectation want = c.expected(true);
+  DeviceCase device(c);
+  const Attention attention(c.pattern, c.options);
+  device.forward(attention, device.call());
+  ConstTensorView expanded = device.dout.view();
+  expanded.strides[1] = 0;
+  attention.backward(device.q.view(), device.k.view(), device.v.view(), device.out.view(), device.lse.view(), expanded,
+                     device.dq.output(), device.dk.output(), device.dv.output(), device.call());
+  const Results& got = device.download();
+  for (const auto& [name, actual, expected] :
+       {std::tuple{"dq", &got.dq, &want.dq}, {"dk", &got.dk, &want.dk}, {"dv", &got.dv, &want.dv}}) {
+    const auto comparison = reference::compare(actual->view(), *expected);
+    EXPECT_TRUE(comparison.ok()) << name << " " << comparison.worst;
+  }
+}
+
+/// A training step in a graph: the same bits as outside.
+TEST(HopperGradients, TrainingStepInAGraph) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const Pattern& pattern : {Pattern::dilated({256, 600}, {1, 2}), Pattern::longnet({256, 600}, {1, 2})}) {
+    const Case c(pattern, with(true, true), {2, 1000, 4, 2, 64}, DType::bf16);
+    const Attention attention(c.pattern, c.options);
+    DeviceCase eager(c), replayed(c);
+    eager.forward(attention, eager.call());
+    eager.backward(attention, eager.call());
+    const Results& want = eager.download();
+    const auto plan = attention.plan(replayed.problem());
+    const std::size_t bytes = std::max(plan->workspace_bytes(Pass::forward), plan->workspace_bytes(Pass::backward));
+    const DeviceBuffer workspace(bytes);
+    Call call = replayed.call();
+    call.workspace = workspace.data();
+    call.workspace_size = bytes;
+    cudaStream_t stream = nullptr;
+    expect_success(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    call.stream = stream;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    expect_success(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    replayed.forward(attention, call);
+    replayed.backward(attention, call);
+    expect_success(cudaStreamEndCapture(stream, &graph));
+    expect_success(cudaGraphInstantiate(&executable, graph, 0));
+    for (int i = 0; i < 5; ++i) expect_success(cudaGraphLaunch(executable, stream));
+    expect_success(cudaStreamSynchronize(stream));
+    const Results& got = replayed.download();
+    EXPECT_EQ(got.out, want.out);
+    EXPECT_EQ(got.dq, want.dq);
+    EXPECT_EQ(got.dk, want.dk);
+    EXPECT_EQ(got.dv, want.dv);
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+  }
+}
+
+/// What it refuses it refuses by name, and the portable kernel takes it.
+TEST(HopperGradients, RefusalsSayWhy) {
+  LONGSPAN_NEEDS_HOPPER();
+  const auto why = [](Problem problem, Options options = {}, const Pattern& pattern = Pattern::dense()) {
+    const auto plan = Attention(pattern, options).plan(problem);
+    const Verdict verdict = hopper::kKernel.can_run(*plan, Pass::backward);
+    EXPECT_FALSE(verdict.ok);
+    EXPECT_NE(plan->kernel(Pass::backward), nullptr) << plan->why_no_kernel(Pass::backward);
+    return verdict.reason;
+  };
+  const auto names = [](const std::string& reason, const char* words) {
+    EXPECT_NE(reason.find(words), std::string::npos) << reason;
+  };
+  names(why(problem_of(300, 4, 136)), "head dims up to 128 in the backward, here it is 136");
+  Problem problem = problem_of(300, 4, 64);
+  problem.has_alibi = true;
+  names(why(problem), "ALiBi");
+  Options options;
+  options.detached_mix = true;
+  names(why(problem_of(300, 4, 64), options, Pattern::longnet({64, 128}, {1, 2})), "detached_mix");
+  names(why(problem_of(1'048'576, 8, 64), {}, Pattern::dilated({16}, {1})), "4.0 times the rows of dq, 3 at most");
+  EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel(Pass::backward)->name, kName);
+}
+
+/// Needs no GPU: strands have places of their own, within what the plan said, whatever the query ranges.
+TEST(HopperWork, PlacesOfStrandsFitTheWorkspace) {
+  std::mt19937 engine(5);
+  const auto draw = [&](int least, int most) { return std::uniform_int_distribution<int>(least, most)(engine); };
+  for (int trial = 0; trial < 500; ++trial) {
+    const std::int64_t tokens = draw(1, 3000);
+    std::vector<std::int64_t> segments, dilations;
+    for (int b = draw(1, 4); b > 0; --b) {
+      segments.push_back(draw(1, 1500));
+      dilations.push_back(draw(1, 9));
+    }
+    const bool longnet = draw(0, 1) == 1;
+    const Pattern pattern = longnet ? Pattern::longnet(segments, dilations) : Pattern::dilated(segments, dilations);
+    std::vector<RowRange> ranges = {{0, tokens}};
+    if (trial % 4 != 0) {
+      ranges.clear();
+      for (int r = draw(1, 6); r > 0; --r) {
+        const int start = draw(0, static_cast<int>(tokens) - 1);
+        ranges.push_back({start, draw(1, static_cast<int>(tokens) - start)});
+      }
+    }
+    Problem problem = problem_of(tokens, 4, 64);
+    problem.batch = 2;
+    problem.query_rows = 0;
+    for (const RowRange& range : ranges) problem.query_rows += range.count;
+    if (trial % 4 != 0 && problem.query_rows == tokens) continue;  // taken for the whole sequence: another kernel's
+    const Plan plan(pattern, {}, problem);
+    std::byte workspace[64];
+    const Call call;
+    const BackwardArguments backward{plan, call, ranges, {}, {}, {}, {}, {}, {}, {}, {}, {}, 1, workspace};
+    const std::int64_t most = hopper::sum_rows(plan);
+    cuda::for_each_launch(backward, {hopper::kKeyTileRows, true, false}, true, [&](cuda::Launch& launch) {
+      std::vector<bool> taken(static_cast<std::size_t>(most), false);
+      std::int64_t next = 0;
+      for (int r = 0; r < launch.range_count; ++r) {
+        for (int b = 0; b < launch.branch_count; ++b) {
+          const cuda::DeviceBranch& branch = launch.branches[b];
+          hopper::StrandPlaces places = hopper::places_of(branch, launch.ranges[r], launch.tokens);
+          places.first = next;
+          next += places.per_head * branch.head_count * launch.batch;
+          const int last = (launch.ranges[r].start + launch.ranges[r].count - 1) / branch.segment;
+          for (int entry = 0; entry < launch.batch; ++entry) {
+            for (int head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+              for (int segment = places.first_segment; segment <= last; ++segment) {
+                const auto queries = queries_of(branch.strand(head, segment, launch.tokens), launch.ranges[r]);
+                const std::int64_t first = places.row(branch, entry, head, segment);
+                ASSERT_EQ(first % hopper::kSumTileRows, 0);
+                const std::int64_t tiles = (queries.count + hopper::kSumTileRows - 1) / hopper::kSumTileRows;
+                for (std::int64_t row = first; row < first + tiles * hopper::kSumTileRows; ++row) {
+                  ASSERT_LT(row, most) << pattern.to_string() << " trial " << trial;
+                  ASSERT_FALSE(taken[static_cast<std::size_t>(row)]) << pattern.to_string() << " trial " << trial;
+                  taken[static_cast<std::size_t>(row)] = true;
+                }
+              }
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace longspan::testing

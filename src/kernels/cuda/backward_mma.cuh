@@ -124,12 +124,12 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
     copy_commit();
   };
 
-  for_each_chunk<Math, kColumns, kKeys, kThreads>([&](int row, int chunk) {
+  for_each_chunk<Math, kColumns, kKeys, kThreads, !kFeatures>([&](int row, int chunk) {
     const int key = first_key + row;
     bool valid = key < strand.count;
     const char *k_row = a.q.data, *v_row = a.q.data;
     if constexpr (kFeatures) {
-      valid = find_key(a, item, strand, key, kSize, k_row, v_row);
+      valid = find_key(a, item, kv_head, strand, key, kSize, k_row, v_row);
     } else if (valid) {
       const int position = strand.start + key * strand.stride;
       k_row = a.k.data + a.k.offset(item.entry, position, kv_head) * kSize;
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
     bool is_open = key < strand.count;
     if constexpr (kFeatures) {
       const char *k_row, *v_row;
-      is_open = find_key(a, item, strand, key, kSize, k_row, v_row);
+      is_open = find_key(a, item, kv_head, strand, key, kSize, k_row, v_row);
     }
     open |= static_cast<unsigned>(is_open) << i;
   }

@@ -71,9 +71,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   for (int first = 0; first < last_key; first += kKeys) {
     __syncthreads();
     if constexpr (kFeatures) {
-      for_each_chunk<Math, kColumns, kKeys, kThreads>([&](int row, int chunk) {
+      for_each_chunk<Math, kColumns, kKeys, kThreads, false>([&](int row, int chunk) {
         const char *k_row, *v_row;
-        const bool valid = find_key(a, item, strand, first + row, kSize, k_row, v_row);
+        const bool valid = find_key(a, item, kv_head, strand, first + row, kSize, k_row, v_row);
         if (chunk == 0) allowed[row] = valid;
         load_chunk<T, true>(k_tile + chunk_offset<kPitch>(row, chunk), k_row, chunk, valid, a.columns, a.aligned);
         load_chunk<T, true>(v_tile + chunk_offset<kPitch>(row, chunk), v_row, chunk, valid, a.columns, a.aligned);

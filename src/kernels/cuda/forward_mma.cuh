@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
       load_rows<Math, kColumns, kKeys, kThreads, false>(tile, values ? v_base : k_base, values ? v_step : k_step, first,
                                                         strand.count, a.columns, true);
     } else {
-      for_each_chunk<Math, kColumns, kKeys, kThreads>([&](int row, int chunk) {
+      for_each_chunk<Math, kColumns, kKeys, kThreads, false>([&](int row, int chunk) {
         const char *k_row, *v_row;
-        const bool valid = find_key(a, item, strand, first + row, kSize, k_row, v_row);
+        const bool valid = find_key(a, item, kv_head, strand, first + row, kSize, k_row, v_row);
         if (!values && chunk == 0) allowed[first / kKeys & 1][row] = valid;
         load_chunk<T, true>(tile + chunk_offset<kPitch>(row, chunk), values ? v_row : k_row, chunk, valid, a.columns,
                             a.aligned);

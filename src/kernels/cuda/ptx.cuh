@@ -70,11 +70,17 @@ __device__ __forceinline__ void multiply_add_tf32(float (&c)[4], const Fragment&
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-/// To the nearest number of 11 bits; the instruction ignores the bits below them. NaN is left as it is: half a unit
-/// more would turn one of all ones into 0.
+/// To the nearest number of 11 bits; the instruction ignores the bits below them. Before Hopper by hand, where NaN is
+/// left as it is: half a unit more would turn one of all ones into 0.
 __device__ __forceinline__ std::uint32_t to_tf32(std::uint32_t bits) {
   const float value = __uint_as_float(bits);
+#if __CUDA_ARCH__ >= 900
+  std::uint32_t rounded;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(rounded) : "f"(value));
+  return rounded;
+#else
   return value == value ? bits + 0x1000u : bits;
+#endif
 }
 /// Of NaN it may be any number: low_part is NaN then.
 __device__ __forceinline__ std::uint32_t high_part(std::uint32_t bits) { return (bits + 0x1000u) & 0xffffe000u; }

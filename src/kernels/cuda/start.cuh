@@ -20,14 +20,15 @@ cudaError_t with_storage(DType dtype, Body&& body) {
   return body.template operator()<__half>();
 }
 
-/// Calls run<head dim, features> with the narrowest instantiation that holds `columns`: lean up to 64 and 128 (kFine:
-/// 48 and 96 too), with features up to 64, 128 and kWidest.
+/// Calls run<head dim, features> with the narrowest instantiation that holds `columns`: up to 64 and 128 lean (kFine:
+/// 48, 96 and kWidest too), up to 64, 128 and kWidest with features.
 template <bool kFine, int kWidest, class Run>
 cudaError_t with_head_dim(int columns, bool features, const Run& run) {
   if (!features) {
     if constexpr (kFine) {
       if (columns <= 48) return run.template operator()<48, false>();
       if (columns > 64 && columns <= 96) return run.template operator()<96, false>();
+      if (columns > 128) return run.template operator()<kWidest, false>();
     }
     if (columns <= 64) return run.template operator()<64, false>();
     if (columns <= 128) return run.template operator()<128, false>();

@@ -73,15 +73,17 @@ __device__ __forceinline__ void load_chunk(std::uint32_t target, const char* row
   copy_async(target, valid ? row + chunk * 16 : row, valid);
 }
 
-/// Calls body(row, chunk) for each chunk of a tile that this thread loads.
-template <class Math, int kColumns, int kRows, int kThreads, class Body>
+/// Calls body(row, chunk) for each chunk of a tile that this thread loads. kUnrolls: false for long bodies, which would
+/// fill the instruction cache.
+template <class Math, int kColumns, int kRows, int kThreads, bool kUnrolls = true, class Body>
 __device__ __forceinline__ void for_each_chunk(Body&& body) {
   constexpr int kPlaces = pitch_of<Math>(kColumns) / 16, kStep = kThreads / kPlaces;
+  constexpr int kTimes = (kRows + kStep - 1) / kStep, kAtOnce = kUnrolls ? kTimes : 1;
   static_assert(kThreads % kPlaces == 0);
   const int chunk = threadIdx.x % kPlaces, begin = threadIdx.x / kPlaces;
   if (chunk >= kColumns / (16 / static_cast<int>(sizeof(Element<Math>)))) return;
-#pragma unroll
-  for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
+#pragma unroll kAtOnce
+  for (int i = 0; i < kTimes; ++i) {
     const int row = begin + i * kStep;
     if (kRows % kStep == 0 || row < kRows) body(row, chunk);
   }
@@ -102,12 +104,12 @@ __device__ __forceinline__ void load_rows(std::uint32_t target, const char* base
 
 /// Row `key` of a strand in k and v, wherever it lies; false if it is past the end, masked, or in no piece of this
 /// call.
-__device__ __forceinline__ bool find_key(const Launch& a, const Item& item, const StrandRows& strand, int key, int size,
-                                         const char*& k_row, const char*& v_row) {
+__device__ __forceinline__ bool find_key(const Launch& a, const Item& item, int kv_head, const StrandRows& strand,
+                                         int key, int size, const char*& k_row, const char*& v_row) {
   k_row = v_row = a.q.data;  // something to point at
   const int position = strand.start + key * strand.stride;
   if (key >= strand.count || !a.allowed(item.entry, position)) return false;
-  a.key_row(item.entry, item.head / (a.heads / a.kv_heads), position, size, k_row, v_row);
+  a.key_row(item.entry, kv_head, position, size, k_row, v_row);
   if (k_row) return true;
   k_row = v_row = a.q.data;
   return false;

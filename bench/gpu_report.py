@@ -105,7 +105,8 @@ def main() -> int:
         return 0
     results = Path(sys.argv[1])
     logs = results / "logs"
-    portable, chosen = workloads(logs / "bench_portable.log"), workloads(logs / "bench.log")
+    portable = workloads(logs / "bench_portable.log")
+    chosen = workloads(logs / "bench.log") + workloads(logs / "bench_others.log")
     for work in chosen + portable:
         line = f"{work['workload']:26} {work['kernel']:14}"
         for step in ("forward", "backward"):
@@ -120,7 +121,7 @@ def main() -> int:
         command = "scripts/gpu_check.sh (longspan_gpu_bench --kernel cuda-mma)"
         write(results / "h200_cuda.json", {**facts(logs, command), "workloads": portable})
     if chosen:
-        command = "scripts/gpu_check.sh (longspan_gpu_bench --forward-only all; ncu)"
+        command = "scripts/gpu_check.sh (longspan_gpu_bench; longspan_gpu_bench --forward-only others; ncu)"
         write(results / "h200_hopper.json", {**facts(logs, command), "profile": profiled, "workloads": chosen})
     checks = {name: lines_of(logs / f"check_{name}.log") for name in ("every", "hopper")}
     if passed or any(checks.values()):

@@ -77,7 +77,8 @@ step_sanitizer() {
 step_bench() {
   local i=0 problem
   wait
-  run bench 120 "$programs/longspan_gpu_bench" --forward-only all
+  run bench 150 "$programs/longspan_gpu_bench"
+  run bench_others 90 "$programs/longspan_gpu_bench" --forward-only others
   run bench_portable 150 "$programs/longspan_gpu_bench" --kernel cuda-mma
   for problem in 'dense --heads 16 --tokens 16K --head-dim 64' 'dense --heads 16 --tokens 16K --head-dim 128' \
     'dilated --tokens 128K' 'dilated --tokens 128K --causal'; do

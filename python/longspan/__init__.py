@@ -10,6 +10,7 @@ longspan.torch has the drop-in modules, longspan.torchscale makes torchscale and
 from __future__ import annotations
 
 from . import device_memory, host_memory, plan_cache
+from ._communicator import Communicator
 from ._errors import (
     Cancelled,
     CommError,
@@ -27,6 +28,10 @@ from ._longspan import (
     Options,
     Pattern,
     Plan,
+    Ring,
+    RingHalo,
+    Shards,
+    local_ring,
     num_threads,
     set_num_threads,
 )
@@ -63,6 +68,7 @@ __all__ = [
     "BlockPattern",
     "Cancelled",
     "CommError",
+    "Communicator",
     "CudaError",
     "Error",
     "InvalidArgument",
@@ -71,6 +77,9 @@ __all__ = [
     "OutOfMemory",
     "Pattern",
     "Plan",
+    "Ring",
+    "RingHalo",
+    "Shards",
     "Unsupported",
     "adaptive",
     "adaptive_mask",
@@ -90,6 +99,7 @@ __all__ = [
     "host_memory",
     "info",
     "kernels",
+    "local_ring",
     "local_window",
     "longformer",
     "longnet",

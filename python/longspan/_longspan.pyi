@@ -278,6 +278,75 @@ class Attention:
 
     def __repr__(self) -> str: ...
 
+class Shards:
+    """Which positions each rank of a ring owns."""
+
+    @staticmethod
+    def contiguous(offsets: Sequence[int]) -> Shards:
+        """Rank p owns offsets[p] to offsets[p + 1] - 1."""
+
+    @staticmethod
+    def even(tokens: int, ranks: int) -> Shards:
+        """Contiguous, lengths differing by at most one."""
+
+    @staticmethod
+    def zigzag(tokens: int, ranks: int) -> Shards:
+        """Two chunks for each rank: equal shares of causal work."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    def rows(self, rank: int) -> int: ...
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """[(start, count), ...]"""
+
+class NativeCommunicator:
+    """One rank's end of a ring whose transport is compiled."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def failure(self) -> str:
+        """Why it is unusable; empty while it is not."""
+
+def local_ring(ranks: int) -> list[NativeCommunicator]:
+    """Ranks of this process, one for each calling thread."""
+
+class RingHalo:
+    """Remote rows that a forward keeps for its backward."""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def clear(self) -> None: ...
+
+class Ring:
+    """One rank of a ring: attention on its own rows of the sequence."""
+
+    def __init__(self, attention: Attention, communicator: object | None, shards: Shards, deadline: float = 60.0, halo_limit_bytes: int = 0, checksums: bool = True) -> None: ...
+
+    def forward(self, q: object, k: object, v: object, out: object, lse: object | None = None, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, keep: RingHalo | None = None) -> None:
+        """Fills out and, if given, lse."""
+
+    def backward(self, q: object, k: object, v: object, out: object, lse: object, dout: object, dlse: object | None, dq: object, dk: object, dv: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, kept: RingHalo | None = None) -> None:
+        """Fills dq, dk and dv."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def report(self) -> dict[str, float]:
+        """What the last call did."""
+
 def attention_blocks(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, block_size: int = 0) -> tuple:
     """
     (entry, head, block row, block column) of each block, its probabilities, the block size.

@@ -37,6 +37,23 @@ from .block_sparse import (
 from .dilated import DilatedAttention, ImprovedDilatedAttention
 from .multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from .operator import attention, attention_backward
+from .ring import (
+    ALIASES as _RING_ALIASES,
+)
+from .ring import (
+    RingAdvancedDistributedDilatedAttention,
+    RingAttentionConfig,
+    RingDilatedAttention,
+    RingDilatedAttentionProduction,
+    RingMonitor,
+    RingMultiheadDilatedAttention,
+    RingReport,
+    create_production_ring_attention,
+    shard,
+    unshard,
+)
+
+globals().update(_RING_ALIASES)
 
 __all__ = [
     "AdaptiveConfig",
@@ -49,8 +66,19 @@ __all__ = [
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
-    "SparsePatternConfig",
+    "RingAdvancedDistributedDilatedAttention",
+    "RingAttentionConfig",
+    "RingDilatedAttention",
+    "RingDilatedAttentionProduction",
+    "RingMonitor",
+    "RingMultiheadDilatedAttention",
+    "RingReport",
     "attention",
     "attention_backward",
+    "create_production_ring_attention",
+    "shard",
+    "unshard",
+    *_RING_ALIASES,
+    "SparsePatternConfig",
     "create_block_sparse_attention",
 ]

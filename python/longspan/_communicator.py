@@ -1,0 +1,30 @@
+"""How the ranks of a ring talk, for transports written in Python."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+
+class Communicator(abc.ABC):
+    """One rank's end of a ring. Derive from it to bring a transport of your own; whatever its methods raise becomes a
+    CommError that names the step, and ends the communicator's use."""
+
+    #: This rank, and how many there are.
+    rank: int
+    size: int
+
+    @abc.abstractmethod
+    def begin(
+        self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
+    ) -> None:
+        """Starts one exchange: at most one message to and from each peer. The memory stays valid until wait returns;
+        after a failure it stays valid until the process ends."""
+
+    @abc.abstractmethod
+    def wait(self, seconds: float) -> None:
+        """Returns when every message has arrived and left; raises, naming a rank, if that takes longer."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Gives the exchange up."""

@@ -1,0 +1,544 @@
+"""Attention over a sequence that is split over ranks: drop-ins for the ring classes people have, and helpers.
+
+With a process group every rank passes its own contiguous rows, in the order of ranks, and gets its rows back; without one
+`ring_size=k` splits the whole sequence over k threads. Either way the result is that of one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._errors import CommError, InvalidArgument, Unsupported, renamed
+from .._longspan import Ring, RingHalo, Shards, local_ring
+from .._patterns import compiled
+from .dilated import DilatedAttention
+from .multihead import _Multihead
+from .operator import _NAMES, raw_tensor
+from .options import finite, integer, key_mask, warn_once
+from .process_group import ProcessGroupCommunicator, gather_columns, gather_counts, group_or_default, shared_seed
+
+_DEADLINE = 60.0
+
+
+@dataclasses.dataclass
+class RingReport:
+    """What one call on one rank did. Bytes are payload."""
+
+    rank: int
+    backward: bool
+    bytes_sent: int
+    bytes_received: int
+    messages_sent: int
+    messages_received: int
+    header_bytes_sent: int
+    halo_bytes: int
+    rounds: int
+    waited_seconds: float
+    overlapped_seconds: float
+    total_seconds: float
+
+
+class RingMonitor:
+    """Sums over calls, and the last report of each pass. `callback(report)` is called after every call, from the thread
+    that made it."""
+
+    def __init__(self, callback: Callable[[RingReport], None] | None = None) -> None:
+        self.callback = callback
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        self.calls = self.bytes_sent = self.bytes_received = self.messages_sent = 0
+        self.waited_seconds = self.overlapped_seconds = self.total_seconds = 0.0
+        self.last_forward: RingReport | None = None
+        self.last_backward: RingReport | None = None
+
+    def add(self, report: RingReport) -> None:
+        with self._lock:
+            self.calls += 1
+            for name in ("bytes_sent", "bytes_received", "messages_sent", "waited_seconds", "overlapped_seconds",
+                         "total_seconds"):  # fmt: skip
+                setattr(self, name, getattr(self, name) + getattr(report, name))
+            if report.backward:
+                self.last_backward = report
+            else:
+                self.last_forward = report
+        if self.callback is not None:
+            self.callback(report)
+
+
+def _raw(name: str, tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else raw_tensor(name, tensor)
+
+
+@dataclasses.dataclass
+class _RankCall:
+    """One rank's part of a call: its ring, its rows (views), and what backward will need."""
+
+    ring: Ring
+    rows: list[tuple[int, int]]  # (start, count) within the caller's tensors
+    halo: RingHalo | None = None
+
+    def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """These rows; a copy where they are not one range."""
+        parts = [tensor.narrow(dim, start, count) for start, count in self.rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def write(self, target: Tensor, part: Tensor, dim: int = 1) -> None:
+        at = 0
+        for start, count in self.rows:
+            target.narrow(dim, start, count).copy_(part.narrow(dim, at, count))
+            at += count
+
+
+def _run_ranks(calls: list[_RankCall], work: Callable[[_RankCall], None]) -> None:
+    """Every rank at once: this thread if there is one, else a thread for each."""
+    if len(calls) == 1:
+        return work(calls[0])
+    errors: list[BaseException | None] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            work(calls[index])
+        except BaseException as error:  # raised again by the caller's thread
+            errors[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [error for error in errors if error is not None]
+    for error in found:
+        if not isinstance(error, CommError):
+            raise error
+    if found:
+        raise found[0]
+
+
+class _RingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, calls, extras, keep, monitor):
+        """extras: keyword arguments of both passes (seed, and tensors of the whole sequence)."""
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        batch, rows, heads, _ = query.shape
+        lse = query.new_empty(
+            (batch, heads, rows), dtype=torch.float64 if query.dtype is torch.float64 else torch.float32
+        )
+        raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in extras.items()}
+
+        def work(call: _RankCall) -> None:
+            call.halo = RingHalo() if keep else None
+            inputs = [call.part(x) for x in (query, key, value)]
+            own_out, own_lse = call.part(out), call.part(lse, 2)
+            call.ring.forward(
+                *map(raw_tensor, ("query", "key", "value", "out"), (*inputs, own_out)), raw_tensor("lse", own_lse),
+                keep=call.halo, **raw_extras,
+            )  # fmt: skip
+            if len(call.rows) > 1:
+                call.write(out, own_out)
+                call.write(lse, own_lse, 2)
+            monitor.add(RingReport(call.ring.rank, False, **call.ring.report()))
+
+        try:
+            _run_ranks(calls, work)
+        except InvalidArgument as error:
+            raise renamed(error, _NAMES) from None
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.calls, ctx.extras, ctx.monitor = calls, extras, monitor
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, _grad_lse):
+        query, key, value, out, lse = ctx.saved_tensors
+        if grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in ctx.extras.items()}
+
+        def work(call: _RankCall) -> None:
+            inputs = [call.part(x) for x in (query, key, value, out)]
+            own_grads = [call.part(x) for x in grads]
+            own_grad_out, own_lse = call.part(grad_out), call.part(lse, 2)
+            call.ring.backward(
+                *map(raw_tensor, ("query", "key", "value", "out"), inputs), raw_tensor("lse", own_lse),
+                raw_tensor("grad_out", own_grad_out), None, *map(raw_tensor, ("dq", "dk", "dv"), own_grads),
+                kept=call.halo, **raw_extras,
+            )  # fmt: skip
+            if len(call.rows) > 1:
+                for target, part in zip(grads, own_grads):
+                    call.write(target, part)
+            ctx.monitor.add(RingReport(call.ring.rank, True, **call.ring.report()))
+
+        _run_ranks(ctx.calls, work)
+        return *grads, None, None, None, None
+
+
+class RingDilatedAttention(nn.Module):
+    """Dilated attention over a ring, equal to DilatedAttention on one device for any number of ranks.
+
+    process_group: each rank passes its own rows (lengths may differ by rank); None is torch's default group if there is
+    one. ring_size: None or the group's size; 1 means no ring; without any group, the number of local ranks over the whole
+    sequence. use_checkpointing: fetch remote rows again in backward instead of keeping them. deadline: seconds that one
+    exchange may take. halo_limit_bytes: beyond it the exchange runs in rounds. layout: "contiguous", or "zigzag" (as
+    shard() makes it) for balanced causal work. monitor: called with a RingReport after every call.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        ring_size: int | None = None,
+        use_checkpointing: bool = False,
+        process_group: Any = None,
+        deadline: float | None = None,
+        *,
+        layout: str = "contiguous",
+        halo_limit_bytes: int = 0,
+        shard_lengths: Sequence[int] | None = None,
+        monitor: Callable[[RingReport], None] | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        **pool_arguments: Any,
+    ) -> None:
+        super().__init__()
+        # The one-device module holds pattern, dropout and their checks.
+        self.attention = DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **pool_arguments)
+        self.segment_lengths = self.attention.segment_lengths
+        self.dilation_rates = self.attention.dilation_rates
+        self.dropout = self.attention.dropout
+        self.process_group = process_group
+        self.use_checkpointing = bool(use_checkpointing)
+        self.deadline = _DEADLINE if deadline is None else finite("deadline", deadline)
+        if self.deadline <= 0:
+            raise InvalidArgument(f"deadline is {deadline}: give seconds above 0", "deadline")
+        if layout not in ("contiguous", "zigzag"):
+            raise InvalidArgument(f"layout is {layout!r}: give 'contiguous' or 'zigzag'", "layout")
+        self.layout = layout
+        self.halo_limit_bytes = integer("halo_limit_bytes", halo_limit_bytes)
+        self.shard_lengths = None if shard_lengths is None else [integer("shard_lengths", x) for x in shard_lengths]
+        self.ring_size = None if ring_size is None else integer("ring_size", ring_size)
+        if self.ring_size is not None and self.ring_size < 1:
+            raise InvalidArgument(f"ring_size is {ring_size}: give at least 1", "ring_size")
+        self.monitor = RingMonitor(monitor)
+        self._communicator: ProcessGroupCommunicator | None = None
+        self._local: list[Any] = []
+        self._rings: dict[tuple, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Groups and rings belong to a process; what they are made from does not.
+        state = dict(self.__dict__)
+        state.update(process_group=None, _communicator=None, _local=[], _rings={}, monitor=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.monitor = RingMonitor()
+
+    def _group(self) -> Any:
+        """The group to ring over, or None."""
+        if self.ring_size == 1:
+            return None
+        group = group_or_default(self.process_group)
+        if group is None:
+            return None
+        size = dist.get_world_size(group)
+        if self.ring_size is not None and self.ring_size != size:
+            raise InvalidArgument(
+                f"ring_size is {self.ring_size} and the process group has {size} ranks: give {size}, 1 or None",
+                "ring_size",
+            )
+        return group if size > 1 else None
+
+    def _ring(self, settings: tuple, communicator: Any, index: int, shards: Shards) -> Ring:
+        key = (settings, index, tuple(tuple(shards.ranges(rank)) for rank in range(shards.ranks)))
+        if key not in self._rings:
+            if len(self._rings) >= 64:
+                self._rings.clear()
+            operator = compiled(
+                self.attention.pattern, settings[0], self.attention.softmax_scale, None, settings[1], False, False, False, ""
+            )
+            self._rings[key] = Ring(operator, communicator, shards, self.deadline, self.halo_limit_bytes)
+        return self._rings[key]
+
+    def _shards(self, counts: Sequence[int]) -> Shards:
+        if self.layout == "contiguous":
+            offsets = [0]
+            for count in counts:
+                offsets.append(offsets[-1] + count)
+            return Shards.contiguous(offsets)
+        shards = Shards.zigzag(sum(counts), len(counts))
+        wanted = [shards.rows(rank) for rank in range(len(counts))]
+        if wanted != list(counts):
+            raise InvalidArgument(f"ranks have {list(counts)} rows: a zigzag layout gives them {wanted}", "query")
+        return shards
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d], all of this rank's rows.
+        attention_mask [b, n] or [b, 1, 1, n], of this rank's keys: true where a key may be attended."""
+        group = self._group()
+        local = (self.ring_size or 1) if group is None else 1
+        if group is None and local == 1:
+            return self.attention(query, key, value, is_causal, attention_mask)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+                raise InvalidArgument(f"{name} is [batch, tokens, heads, head_dim]", name)
+            if not tensor.is_cpu:
+                raise Unsupported(f"{name} is on {tensor.device}: rings run on CPU tensors")
+        mask = None
+        if attention_mask is not None:
+            mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
+        dropout = self.dropout if self.training else 0.0
+        settings = (bool(is_causal), dropout)
+        extras: dict[str, Any] = {"seed": 0}
+        if group is not None:
+            if self._communicator is None or self._communicator.group is not group:
+                self._communicator, self._rings = ProcessGroupCommunicator(group), {}
+            counts = self.shard_lengths or gather_counts(group, query.shape[1])
+            shards = self._shards(counts)
+            if mask is not None:
+                extras["key_mask"] = _in_order(gather_columns(group, mask, counts), shards)
+            if dropout:
+                extras["seed"] = shared_seed(group)
+            calls = [_RankCall(self._ring(settings, self._communicator, 0, shards), [(0, query.shape[1])])]
+        else:
+            if len(self._local) != local:
+                self._local, self._rings = local_ring(local), {}
+            tokens = query.shape[1]
+            shards = Shards.even(tokens, local) if self.layout == "contiguous" else Shards.zigzag(tokens, local)
+            if mask is not None:
+                extras["key_mask"] = mask
+            if dropout:
+                extras["seed"] = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64))
+            calls = [
+                _RankCall(self._ring(settings, self._local[rank], rank, shards), shards.ranges(rank) or [(0, 0)])
+                for rank in range(local)
+            ]
+        keep = not self.use_checkpointing and torch.is_grad_enabled()
+        try:
+            return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor)[0]
+        except CommError:
+            self.clear_cache()  # the next call makes local ranks anew
+            raise
+
+    def get_memory_info(self) -> dict[str, Any]:
+        """Bytes of remote rows in the last calls, and what was moved so far."""
+        last = {"forward": self.monitor.last_forward, "backward": self.monitor.last_backward}
+        return {
+            "ring_size": self.ring_size or (self._communicator.size if self._communicator else 1),
+            "bytes_sent": self.monitor.bytes_sent,
+            "bytes_received": self.monitor.bytes_received,
+            **{f"{name}_halo_bytes": report.halo_bytes if report else 0 for name, report in last.items()},
+        }
+
+    def clear_cache(self) -> None:
+        """Forgets plans and local ranks; they are made again when needed."""
+        self._rings, self._local, self._communicator = {}, [], None
+
+    def extra_repr(self) -> str:
+        return f"ring_size={self.ring_size}, use_checkpointing={self.use_checkpointing}, layout={self.layout!r}"
+
+
+def _in_order(gathered: Tensor, shards: Shards) -> Tensor:
+    """Columns in the order of ranks become columns in the order of positions."""
+    result, at = torch.empty_like(gathered), 0
+    for rank in range(shards.ranks):
+        for start, count in shards.ranges(rank):
+            result[:, start : start + count] = gathered[:, at : at + count]
+            at += count
+    return result
+
+
+class RingMultiheadDilatedAttention(_Multihead):
+    """MultiheadDilatedAttention whose attention runs over a ring: projections are this rank's rows alone. Takes the
+    arguments of MultiheadDilatedAttention (dilation_rates first) and, by name, those of RingDilatedAttention."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **ring_arguments: Any,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps,
+            gamma_init, {"device": device, "dtype": dtype}, {},
+        )  # fmt: skip
+        self.attention = RingDilatedAttention(segment_lengths, dilation_rates, dropout, **ring_arguments)
+
+    def _make_projections(self, bias: bool, placement: dict[str, Any]) -> None:
+        self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
+        self.k_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
+        self.v_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
+
+    def _projection_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(query), self.k_proj(key), self.v_proj(value)
+
+    def get_memory_info(self) -> dict[str, Any]:
+        return self.attention.get_memory_info()
+
+    def clear_cache(self) -> None:
+        self.attention.clear_cache()
+
+
+class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
+    """RingMultiheadDilatedAttention with segment_lengths first, and its monitor at hand: `monitor` (a RingMonitor) sums
+    bytes, messages, waiting and overlap; `callback` hears of every call. Gradients of parameters are averaged by torch's
+    DistributedDataParallel over the data-parallel dimension of a mesh, which also buckets them; arguments of the older
+    class that did so itself are accepted and have no effect."""
+
+    _BY_DDP = frozenset({"bucket_size_mb", "communication_optimization", "enable_gradient_bucketing", "overlap_communication",
+                         "use_gradient_compression"})  # fmt: skip
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        callback: Callable[[RingReport], None] | None = None,
+        **ring_arguments: Any,
+    ) -> None:
+        ignored = sorted(self._BY_DDP & ring_arguments.keys())
+        for name in ignored:
+            ring_arguments.pop(name)
+        if ignored:
+            warn_once(
+                "ring bucketing",
+                f"{type(self).__name__}: {', '.join(ignored)} have no effect: wrap the module in "
+                "DistributedDataParallel, which buckets gradients and overlaps their exchange",
+            )
+        super().__init__(
+            embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps, gamma_init,
+            device, dtype, monitor=callback, **ring_arguments,
+        )  # fmt: skip
+
+    @property
+    def monitor(self) -> RingMonitor:
+        return self.attention.monitor
+
+
+@dataclasses.dataclass
+class RingAttentionConfig:
+    """The arguments of RingDilatedAttention as one object, for RingDilatedAttentionProduction."""
+
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    dropout: float = 0.0
+    ring_size: int | None = None
+    use_checkpointing: bool = False
+    process_group: Any = None
+    deadline: float | None = None
+
+
+class RingDilatedAttentionProduction(RingDilatedAttention):
+    """RingDilatedAttention made from a RingAttentionConfig."""
+
+    def __init__(self, config: RingAttentionConfig) -> None:
+        super().__init__(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+        self.config = config
+
+
+def create_production_ring_attention(
+    segment_lengths: Sequence[int], dilation_rates: Sequence[int], **arguments: Any
+) -> RingDilatedAttentionProduction:
+    return RingDilatedAttentionProduction(RingAttentionConfig(segment_lengths, dilation_rates, **arguments))
+
+
+# Names of older packages for what is one class here.
+ALIASES = {
+    "RingDilatedAttentionV2": RingDilatedAttention,
+    "RingDilatedAttentionV2Collective": RingDilatedAttention,
+}
+
+
+def shard(
+    tensor: Tensor, rank: int | None = None, ring_size: int | None = None, *, dim: int = 1, layout: str = "contiguous",
+    process_group: Any = None,
+) -> Tensor:  # fmt: skip
+    """This rank's rows of a whole tensor: a view, or a copy where layout="zigzag" gives two ranges."""
+    rank, ring_size = _place(rank, ring_size, process_group)
+    ranges = _layout(layout)(tensor.shape[dim], ring_size).ranges(rank) or [(0, 0)]
+    parts = [tensor.narrow(dim, start, count) for start, count in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def unshard(
+    shards: Sequence[Tensor] | Tensor, *, dim: int = 1, layout: str = "contiguous", process_group: Any = None
+) -> Tensor:
+    """The whole tensor: from the list of all ranks' rows, or from this rank's rows, gathered over the process group."""
+    if isinstance(shards, Tensor):
+        group = group_or_default(process_group)
+        if group is None:
+            return shards
+        counts = gather_counts(group, shards.shape[dim])
+        moved = shards.detach().movedim(dim, 0)
+        padded = moved.new_zeros((max(counts), *moved.shape[1:]))
+        padded[: moved.shape[0]] = moved
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded, group=group)
+        shards = [one[:count].movedim(0, dim) for one, count in zip(gathered, counts)]
+    if layout == "contiguous":
+        return torch.cat(list(shards), dim)
+    tokens = sum(one.shape[dim] for one in shards)
+    places = _layout(layout)(tokens, len(shards))
+    pieces = []
+    for rank, one in enumerate(shards):
+        at = 0
+        for start, count in places.ranges(rank):
+            pieces.append((start, one.narrow(dim, at, count)))
+            at += count
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim)
+
+
+def _layout(name: str) -> Callable[[int, int], Shards]:
+    makers = {"contiguous": Shards.even, "zigzag": Shards.zigzag}
+    if name not in makers:
+        raise InvalidArgument(f"layout is {name!r}: give 'contiguous' or 'zigzag'", "layout")
+    return makers[name]
+
+
+def _place(rank: int | None, ring_size: int | None, process_group: Any) -> tuple[int, int]:
+    group = group_or_default(process_group) if rank is None or ring_size is None else None
+    if group is None and (rank is None or ring_size is None):
+        raise InvalidArgument("rank and ring_size are missing: give both, or initialise a process group", "rank")
+    rank = dist.get_rank(group) if rank is None else integer("rank", rank)
+    ring_size = dist.get_world_size(group) if ring_size is None else integer("ring_size", ring_size)
+    if not 0 <= rank < ring_size:
+        raise InvalidArgument(f"rank is {rank}: give 0 to {ring_size - 1}", "rank")
+    return rank, ring_size

@@ -1,0 +1,209 @@
+// Rings for Python: shards, communicators (native ones, or any Python object with the same methods), and the two
+// passes.
+#include "longspan/ring.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "longspan/error.h"
+#include "signal_check.h"
+
+namespace longspan::python {
+namespace {
+
+using namespace nb::literals;
+
+/// A Python object as a transport: rank, size, begin(sends, receives), wait(seconds), abort().
+/// Messages are pairs (peer, memoryview).
+class PythonCommunicator final : public Communicator {
+ public:
+  explicit PythonCommunicator(nb::object target)
+      : target_(std::move(target)),
+        rank_(nb::cast<int>(target_.attr("rank"))),
+        size_(nb::cast<int>(target_.attr("size"))) {}
+  ~PythonCommunicator() override {
+    nb::gil_scoped_acquire lock;
+    target_.reset();
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  bool keeps_buffers() const override { return true; }
+
+  void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) override {
+    nb::gil_scoped_acquire lock;
+    nb::list to, from;
+    for (const SendBuffer& send : sends)
+      to.append(nb::make_tuple(send.peer, memory(const_cast<void*>(send.data), send.bytes, PyBUF_READ)));
+    for (const ReceiveBuffer& receive : receives)
+      from.append(nb::make_tuple(receive.peer, memory(receive.data, receive.bytes, PyBUF_WRITE)));
+    call("begin", to, from);
+  }
+
+  void wait(Deadline deadline) override {
+    nb::gil_scoped_acquire lock;
+    const double seconds = std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count();
+    call("wait", seconds);
+  }
+
+  void abort() noexcept override {
+    nb::gil_scoped_acquire lock;
+    try {
+      target_.attr("abort")();
+    } catch (const std::exception&) {
+      // It is being given up; whatever else is wrong with it does not matter any more.
+    }
+  }
+
+ private:
+  static nb::object memory(void* data, std::size_t bytes, int flags) {
+    return nb::steal(PyMemoryView_FromMemory(static_cast<char*>(data), static_cast<Py_ssize_t>(bytes), flags));
+  }
+  /// Errors of the transport become the last line of what Python says about them.
+  template <class... Args>
+  void call(const char* method, Args&&... arguments) {
+    try {
+      target_.attr(method)(std::forward<Args>(arguments)...);
+    } catch (nb::python_error& error) {
+      throw CommError(nb::cast<std::string>(nb::str(error.value())));
+    }
+  }
+
+  nb::object target_;
+  int rank_, size_;
+};
+
+std::shared_ptr<Communicator> as_communicator(nb::handle object) {
+  if (object.is_none()) return nullptr;
+  std::shared_ptr<Communicator> native;
+  if (nb::try_cast(object, native)) return native;
+  return std::make_shared<PythonCommunicator>(nb::borrow(object));
+}
+
+nb::dict describe(const RingReport& report) {
+  nb::dict result;
+  result["bytes_sent"] = report.bytes_sent;
+  result["bytes_received"] = report.bytes_received;
+  result["messages_sent"] = report.messages_sent;
+  result["messages_received"] = report.messages_received;
+  result["header_bytes_sent"] = report.header_bytes_sent;
+  result["halo_bytes"] = report.halo_bytes;
+  result["rounds"] = report.rounds;
+  result["waited_seconds"] = report.waited_seconds;
+  result["overlapped_seconds"] = report.overlapped_seconds;
+  result["total_seconds"] = report.total_seconds;
+  return result;
+}
+
+struct CallData {
+  Arrays arrays;
+  SignalCheck signals;
+  Call call;
+
+  CallData(nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed) {
+    call.lengths = arrays.input(lengths, "lengths", Role::lengths);
+    call.key_mask = arrays.input(key_mask, "key_mask", Role::key_mask);
+    call.alibi_slopes = arrays.input(alibi_slopes, "alibi_slopes", Role::alibi_slopes);
+    call.dropout_seed = seed;
+    call.progress = [this](double) { return signals(); };
+  }
+  CallData(const CallData&) = delete;
+  CallData& operator=(const CallData&) = delete;
+};
+
+void forward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle lengths,
+             nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed, RingHalo* keep) {
+  CallData data(lengths, key_mask, alibi_slopes, seed);
+  const ConstTensorView q_view = data.arrays.input(q, "q", Role::bnhd), k_view = data.arrays.input(k, "k", Role::bnhd),
+                        v_view = data.arrays.input(v, "v", Role::bnhd);
+  const TensorView out_view = data.arrays.output(out, "out", Role::bnhd),
+                   lse_view = data.arrays.output(lse, "lse", Role::lse);
+  data.signals.run([&] { ring.forward(q_view, k_view, v_view, out_view, lse_view, data.call, keep); });
+}
+
+void backward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle dout,
+              nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::handle lengths, nb::handle key_mask,
+              nb::handle alibi_slopes, std::uint64_t seed, RingHalo* kept) {
+  CallData data(lengths, key_mask, alibi_slopes, seed);
+  const auto input = [&](nb::handle array, const char* name) { return data.arrays.input(array, name, Role::bnhd); };
+  const auto output = [&](nb::handle array, const char* name) { return data.arrays.output(array, name, Role::bnhd); };
+  const ConstTensorView q_view = input(q, "q"), k_view = input(k, "k"), v_view = input(v, "v"),
+                        out_view = input(out, "out"), dout_view = input(dout, "dout"),
+                        lse_view = data.arrays.input(lse, "lse", Role::lse);
+  const TensorView dq_view = output(dq, "dq"), dk_view = output(dk, "dk"), dv_view = output(dv, "dv");
+  data.call.dlse = data.arrays.input(dlse, "dlse", Role::lse);
+  data.signals.run([&] {
+    ring.backward(q_view, k_view, v_view, out_view, lse_view, dout_view, dq_view, dk_view, dv_view, data.call, kept);
+  });
+}
+
+}  // namespace
+
+void bind_ring(nb::module_& module) {
+  nb::class_<Shards>(module, "Shards", "Which positions each rank of a ring owns.")
+      .def_static(
+          "contiguous", [](const std::vector<std::int64_t>& offsets) { return Shards::contiguous(offsets); },
+          "offsets"_a, "Rank p owns offsets[p] to offsets[p + 1] - 1.")
+      .def_static("even", &Shards::even, "tokens"_a, "ranks"_a, "Contiguous, lengths differing by at most one.")
+      .def_static("zigzag", &Shards::zigzag, "tokens"_a, "ranks"_a,
+                  "Two chunks for each rank: equal shares of causal work.")
+      .def_prop_ro("ranks", &Shards::ranks)
+      .def_prop_ro("tokens", &Shards::tokens)
+      .def("rows", &Shards::rows, "rank"_a)
+      .def(
+          "ranges",
+          [](const Shards& shards, int rank) {
+            std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
+            for (const RowRange& range : shards.ranges(rank)) ranges.push_back({range.start, range.count});
+            return ranges;
+          },
+          "rank"_a, "[(start, count), ...]");
+
+  nb::class_<Communicator>(module, "NativeCommunicator", "One rank's end of a ring whose transport is compiled.")
+      .def_prop_ro("rank", &Communicator::rank)
+      .def_prop_ro("size", &Communicator::size)
+      .def_prop_ro("failure", &Communicator::failure, "Why it is unusable; empty while it is not.");
+  module.def(
+      "local_ring", [](int ranks) { return local_ring(ranks); }, "ranks"_a,
+      "Ranks of this process, one for each calling thread.");
+
+  nb::class_<RingHalo>(module, "RingHalo", "Remote rows that a forward keeps for its backward.")
+      .def(nb::init<>())
+      .def_prop_ro("bytes", &RingHalo::bytes)
+      .def("clear", &RingHalo::clear);
+
+  nb::class_<Ring>(module, "Ring", "One rank of a ring: attention on its own rows of the sequence.")
+      .def(
+          "__init__",
+          [](Ring* ring, const Attention& attention, nb::handle communicator, const Shards& shards, double deadline,
+             std::size_t halo_limit_bytes, bool checksums) {
+            if (!(deadline > 0 && deadline < 1e9))
+              throw InvalidArgument("deadline", "deadline is " + std::to_string(deadline) + ": give seconds above 0");
+            RingOptions options;
+            options.deadline = std::chrono::milliseconds(static_cast<std::int64_t>(deadline * 1000));
+            options.halo_limit_bytes = halo_limit_bytes;
+            options.checksums = checksums;
+            new (ring) Ring(attention, as_communicator(communicator), shards, options);
+          },
+          "attention"_a, "communicator"_a.none(), "shards"_a, "deadline"_a = 60.0, "halo_limit_bytes"_a = 0,
+          "checksums"_a = true)
+      .def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a = nb::none(), "lengths"_a = nb::none(),
+           "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "seed"_a = 0, "keep"_a = nb::none(),
+           "Fills out and, if given, lse.")
+      .def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a, "dlse"_a.none(), "dq"_a, "dk"_a,
+           "dv"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "seed"_a = 0,
+           "kept"_a = nb::none(), "Fills dq, dk and dv.")
+      .def_prop_ro("rank", &Ring::rank)
+      .def(
+          "report", [](const Ring& ring) { return describe(ring.report()); },
+          nb::sig("def report(self) -> dict[str, float]"), "What the last call did.");
+}
+
+}  // namespace longspan::python

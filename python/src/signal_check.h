@@ -1,0 +1,49 @@
+// Ctrl-C while compiled code runs.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <optional>
+#include <utility>
+
+#include "longspan/error.h"
+
+namespace longspan::python {
+
+namespace nb = nanobind;
+
+/// Lets Ctrl-C stop a call: asks Python for pending signals ten times a second, from the calling thread only.
+class SignalCheck {
+ public:
+  /// The hook for Call::progress; false cancels the call.
+  bool operator()() {
+    const auto now = Clock::now();
+    if (now - last_ < kInterval) return true;
+    last_ = now;
+    nb::gil_scoped_acquire lock;
+    if (PyErr_CheckSignals() == 0) return true;
+    interruption_.emplace();  // takes the pending KeyboardInterrupt (or whatever the handler raised)
+    return false;
+  }
+
+  /// Runs work without the interpreter lock; what a signal handler raised replaces the Cancelled that it caused.
+  template <class Work>
+  void run(Work&& work) {
+    try {
+      nb::gil_scoped_release unlocked;
+      work();
+    } catch (const Cancelled&) {
+      if (!interruption_) throw;
+      throw nb::python_error(std::move(*interruption_));
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kInterval{100};
+  Clock::time_point last_ = Clock::now();
+  std::optional<nb::python_error> interruption_;
+};
+
+}  // namespace longspan::python

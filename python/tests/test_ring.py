@@ -1,0 +1,221 @@
+"""Rings from Python: local ranks in this process, gloo groups of real processes, transports of one's own."""
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import longspan
+from longspan import _longspan
+
+torch = pytest.importorskip("torch")
+
+from longspan.torch import (  # noqa: E402
+    DilatedAttention,
+    RingAdvancedDistributedDilatedAttention,
+    RingDilatedAttention,
+    RingDilatedAttentionProduction,
+    RingMultiheadDilatedAttention,
+    create_production_ring_attention,
+    shard,
+    unshard,
+)
+from longspan.torch import ring as ring_module  # noqa: E402
+
+WORKER = Path(__file__).with_name("ring_worker.py")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ring_ddp.py"
+SEGMENTS, RATES = [16, 64, 200], [1, 2, 5]
+
+
+def run_group(checks: str, size: int, tmp_path: Path) -> None:
+    """Every rank a process; all must end well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), checks, str(rank), str(size), str(tmp_path / "meeting")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    outputs = []
+    for process in ranks:
+        try:
+            outputs.append(process.communicate(timeout=90)[0])
+        except subprocess.TimeoutExpired:
+            for other in ranks:
+                other.kill()
+            raise
+    for rank, (process, output) in enumerate(zip(ranks, outputs)):
+        assert process.returncode == 0, f"rank {rank} of {size}:\n{output}"
+
+
+# Several checks in one group, since most of the time goes into starting processes; those that end it come last.
+@pytest.mark.parametrize(
+    ("size", "checks"), [(2, "equal,dropout,disagree"), (3, "equal,multihead,shard,silent"), (4, "equal")]
+)
+def test_gloo(size, checks, tmp_path):
+    run_group(checks, size, tmp_path)
+
+
+def test_ddp_on_another_mesh_dimension():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--data", "2", "--ring", "2", "--steps", "3"],
+        capture_output=True, text=True, timeout=180, env=environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "equal to one process" in result.stdout
+
+
+@pytest.mark.parametrize("ring_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_local_ring(ring_size, layout, dtype):
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 150, 6, 16, dtype=dtype) for _ in range(3)]
+    grad = torch.randn(2, 150, 6, 16, dtype=dtype)
+    one = [x.clone().requires_grad_() for x in whole]
+    want = DilatedAttention(SEGMENTS, RATES)(*one, is_causal=True)
+    want.backward(grad)
+    own = [x.clone().requires_grad_() for x in whole]
+    reports = []
+    module = RingDilatedAttention(SEGMENTS, RATES, ring_size=ring_size, layout=layout, monitor=reports.append)
+    out = module(*own, is_causal=True)
+    out.backward(grad)
+    assert torch.equal(out, want)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 2**-8}
+    for mine, theirs in zip(own, one):
+        torch.testing.assert_close(mine.grad, theirs.grad, **tolerance)
+    assert len(reports) == (0 if ring_size == 1 else 2 * ring_size)
+    assert {report.rank for report in reports} == (set() if ring_size == 1 else set(range(ring_size)))
+
+
+def test_local_ring_masks_dropout_and_rounds():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 150, 6, 16) for _ in range(3))
+    mask = torch.rand(2, 150) < 0.7
+    module = RingDilatedAttention(SEGMENTS, RATES, ring_size=3)
+    assert torch.equal(module(q, k, v, attention_mask=mask), DilatedAttention(SEGMENTS, RATES)(q, k, v, attention_mask=mask))
+    dropped = RingDilatedAttention(SEGMENTS, RATES, dropout=0.4, ring_size=3)
+    one = DilatedAttention(SEGMENTS, RATES, attention_dropout=0.4)
+    torch.manual_seed(3)
+    want = one(q, k, v)
+    torch.manual_seed(3)
+    assert torch.equal(dropped(q, k, v), want)
+    assert not torch.equal(dropped.eval()(q, k, v), want)
+    rounds = RingDilatedAttention(SEGMENTS, RATES, ring_size=3, halo_limit_bytes=4000)
+    torch.testing.assert_close(rounds(q, k, v), DilatedAttention(SEGMENTS, RATES)(q, k, v), rtol=1e-5, atol=1e-6)
+    assert rounds.monitor.last_forward.rounds > 1
+
+
+def test_bad_arguments_are_named():
+    for arguments, name in (
+        ({"ring_size": 0}, "ring_size"), ({"deadline": -1}, "deadline"), ({"layout": "diagonal"}, "layout"),
+        ({"ring_length": 3}, "ring_length"),
+    ):  # fmt: skip
+        with pytest.raises(longspan.InvalidArgument, match=name):
+            RingDilatedAttention(SEGMENTS, RATES, **arguments)
+    module = RingDilatedAttention(SEGMENTS, RATES, ring_size=2)
+    with pytest.raises(longspan.InvalidArgument, match="query"):
+        module(torch.randn(1, 20, 16), torch.randn(1, 20, 16), torch.randn(1, 20, 16))
+    with pytest.raises(longspan.InvalidArgument, match="rank"):
+        shard(torch.zeros(1, 4), 5, 2)
+    with pytest.raises(longspan.InvalidArgument, match="rank and ring_size"):
+        shard(torch.zeros(1, 4))
+
+
+def test_names_people_have():
+    assert ring_module.ALIASES["RingDilatedAttentionV2"] is RingDilatedAttention
+    import longspan.torch as package
+
+    assert package.RingDilatedAttentionV2Collective is RingDilatedAttention
+    module = create_production_ring_attention(SEGMENTS, RATES, ring_size=2)
+    assert isinstance(module, RingDilatedAttentionProduction) and module.config.ring_size == 2
+    q = torch.randn(1, 40, 3, 16)
+    assert torch.equal(module(q, q, q), DilatedAttention(SEGMENTS, RATES)(q, q, q))
+    module.clear_cache()
+    assert torch.equal(module(q, q, q), DilatedAttention(SEGMENTS, RATES)(q, q, q))
+    copy = pickle.loads(pickle.dumps(RingDilatedAttention(SEGMENTS, RATES, ring_size=2)))
+    assert torch.equal(copy(q, q, q), module(q, q, q))
+    with pytest.warns(longspan.LongspanWarning, match="bucket_size_mb"):
+        advanced = RingAdvancedDistributedDilatedAttention(48, 6, SEGMENTS, RATES, bucket_size_mb=25, ring_size=2)
+    out, _ = advanced(torch.randn(1, 40, 48))
+    assert out.shape == (1, 40, 48) and advanced.monitor.calls == 2
+    out, _ = RingMultiheadDilatedAttention(48, 6, RATES, SEGMENTS, ring_size=2)(torch.randn(1, 40, 48))
+    assert out.shape == (1, 40, 48)
+
+
+def test_shard_and_unshard():
+    whole = torch.arange(60).reshape(2, 10, 3)
+    for layout in ("contiguous", "zigzag"):
+        for size in (1, 2, 3, 7):
+            parts = [shard(whole, rank, size, layout=layout) for rank in range(size)]
+            assert torch.equal(unshard(parts, layout=layout), whole)
+
+
+class QueueCommunicator(longspan.Communicator):
+    """A transport in Python: queues between threads. `break_at` loses the messages of one exchange."""
+
+    def __init__(self, rank, size, queues, break_at=None):
+        self.rank, self.size, self.queues, self.break_at = rank, size, queues, break_at
+        self.exchange = 0
+
+    def begin(self, sends, receives):
+        for peer, memory in sends:
+            if self.exchange != self.break_at:
+                self.queues[self.rank, peer].put(bytes(memory))
+        self.receives = receives
+        self.exchange += 1
+
+    def wait(self, seconds):
+        for peer, memory in self.receives:
+            try:
+                memory[:] = self.queues[peer, self.rank].get(timeout=seconds)
+            except queue.Empty:
+                raise RuntimeError(f"rank {peer} sent nothing") from None
+
+    def abort(self):
+        self.receives = []
+
+
+@pytest.mark.parametrize("break_at", [None, 1])
+def test_a_communicator_of_ones_own(break_at):
+    """NumPy arrays over a transport written in Python; errors keep what it said."""
+    size, tokens = 3, 90
+    queues = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, tokens, 2, 16), dtype=np.float32) for _ in range(3))
+    attention = _longspan.Attention(longspan.longnet([16, 90], [1, 3]), longspan.Options())
+    want = longspan.attention(q, k, v, longspan.longnet([16, 90], [1, 3]))
+    shards = longspan.Shards.even(tokens, size)
+    results, errors = [None] * size, [None] * size
+
+    def run(rank):
+        communicator = QueueCommunicator(rank, size, queues, break_at if rank == 1 else None)
+        ring = longspan.Ring(attention, communicator, shards, deadline=1.0)
+        (start, count), = shards.ranges(rank)
+        own = [np.ascontiguousarray(x[:, start : start + count]) for x in (q, k, v)]
+        out = np.empty_like(own[0])
+        try:
+            ring.forward(*own, out)
+            results[rank] = (start, count, out)
+        except longspan.CommError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if break_at is None:
+        for start, count, out in results:
+            assert np.array_equal(out, want[:, start : start + count])
+    else:
+        assert "rank 1 sent nothing" in errors[0] and "step 1" in errors[0]
+        assert "rank 1 sent nothing" in errors[2]

@@ -79,7 +79,7 @@ def measure_bytes(longspan: str) -> None:
             rows.append(row)
             print(f"{name:32} k={ranks:3} {row['largest_bytes_received']:>16,} {row['largest_all_gather_bytes']:>16,} "
                   f"{row['largest_naive_ring_bytes']:>18,}")  # fmt: skip
-    write("ring_bytes", {"what": "bytes that the rank with most receives in one forward, and sums over ranks", "results": rows})
+    write("ring_bytes", {"what": "bytes that the rank with most receives in one forward, and sums over ranks; the all-gather cuts segments at shard ends", "results": rows})
 
 
 def measure_memory(longspan: str) -> None:

@@ -34,7 +34,16 @@ from .block_sparse import (
     SparsePatternConfig,
     create_block_sparse_attention,
 )
+from .cache import DilatedCache
 from .dilated import DilatedAttention, ImprovedDilatedAttention
+from .factories import create_dilated_attention, create_multihead_dilated_attention
+from .longnet import (
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    LongNet,
+    LongNetCache,
+    LongNetLM,
+)
 from .multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from .operator import attention, attention_backward
 from .ring import (
@@ -62,9 +71,15 @@ __all__ = [
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "DilatedAttention",
+    "DilatedCache",
+    "DilatedTransformerDecoderLayer",
+    "DilatedTransformerEncoderLayer",
     "HierarchicalConfig",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
+    "LongNet",
+    "LongNetCache",
+    "LongNetLM",
     "MultiheadDilatedAttention",
     "RingAdvancedDistributedDilatedAttention",
     "RingAttentionConfig",
@@ -81,4 +96,6 @@ __all__ = [
     *_RING_ALIASES,
     "SparsePatternConfig",
     "create_block_sparse_attention",
+    "create_dilated_attention",
+    "create_multihead_dilated_attention",
 ]

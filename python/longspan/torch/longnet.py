@@ -1,0 +1,429 @@
+"""LongNet in torch: pre-norm encoder and decoder layers with dilated attention, the model, and its language model.
+
+Names of modules and parameters are those of the older package, so its weights load. Norms before the output projection
+and before the second linear layer, and the gains of the initialisation, are MAGNETO's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .._errors import InvalidArgument
+from .cache import DilatedCache
+from .multihead import MultiheadDilatedAttention
+from .options import check_dropout, finite, integer
+from .positions import Positions
+from .sampling import Sampler
+
+SEGMENT_LENGTHS = (2048, 4096, 8192, 16384, 32768)
+DILATION_RATES = (1, 2, 4, 6, 12)
+
+_ACTIVATIONS = {"relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
+
+
+def _activation(given: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    function = _ACTIVATIONS.get(given) if isinstance(given, str) else given
+    if not callable(function):
+        raise InvalidArgument(f"activation is {given!r}: give 'relu', 'gelu', 'silu' or a function", "activation")
+    return function
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    result = integer(name, value)
+    if result < least:
+        raise InvalidArgument(f"{name} is {value}: give at least {least}", name)
+    return result
+
+
+class _Layer(nn.Module):
+    """What both layers share: arguments, attention blocks and the feed-forward block, its norms numbered from `norm`."""
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dim_feedforward: int,
+        dropout: float,
+        activation: str | Callable[[Tensor], Tensor],
+        layer_norm_eps: float,
+        gamma_init: float,
+        placement: dict[str, Any],
+        inner_norms: dict[str, bool],
+    ) -> None:
+        """inner_norms: the attention modules by name, and whether each has a norm before its output projection."""
+        super().__init__()
+        self.d_model, heads = _at_least("d_model", d_model, 1), _at_least("nhead", nhead, 1)
+        if self.d_model % heads:
+            raise InvalidArgument(
+                f"d_model is {d_model}, nhead is {nhead}: d_model must be a multiple of nhead", "d_model"
+            )
+        hidden = _at_least("dim_feedforward", dim_feedforward, 1)
+        self.gamma_init = finite("gamma_init", gamma_init)
+        self.activation = _activation(activation)
+        self.dropout = nn.Dropout(check_dropout("dropout", dropout))
+
+        for number, (name, inner) in enumerate(inner_norms.items(), start=1):
+            setattr(self, f"norm{number}", nn.LayerNorm(self.d_model, layer_norm_eps, **placement))
+            module = MultiheadDilatedAttention(
+                self.d_model, heads, dilation_rates, segment_lengths, dropout=dropout, layer_norm=inner,
+                layer_norm_eps=layer_norm_eps, gamma_init=self.gamma_init, **placement,
+            )  # fmt: skip
+            setattr(self, name, module)
+        self._feed_forward_norms = f"norm{len(inner_norms) + 1}", f"norm{len(inner_norms) + 2}"
+        setattr(self, self._feed_forward_norms[0], nn.LayerNorm(self.d_model, layer_norm_eps, **placement))
+        self.linear1 = nn.Linear(self.d_model, hidden, **placement)
+        setattr(self, self._feed_forward_norms[1], nn.LayerNorm(hidden, layer_norm_eps, **placement))
+        self.linear2 = nn.Linear(hidden, self.d_model, **placement)
+        for linear in (self.linear1, self.linear2):
+            nn.init.xavier_normal_(linear.weight, gain=self.gamma_init)
+            nn.init.zeros_(linear.bias)
+
+    def _check(self, name: str, x: Tensor) -> None:
+        if x.dim() != 3 or x.shape[2] != self.d_model:
+            raise InvalidArgument(f"{name} has shape {list(x.shape)}: give [batch, tokens, d_model = {self.d_model}]", name)
+
+    def _attend(
+        self, module: MultiheadDilatedAttention, x: Tensor, memory: Tensor, is_causal: bool, cache: DilatedCache | None
+    ) -> Tensor:
+        if cache is None:
+            return self.dropout(module(x, memory, memory, is_causal=is_causal)[0])
+        split = (*x.shape[:2], module.num_heads, module.head_dim)
+        rows = cache.attend(*(part.view(split) for part in module._project(x, memory, memory))).reshape(x.shape)
+        return module.out_proj(rows if module.norm is None else module.norm(rows))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        outer, inner = (getattr(self, name) for name in self._feed_forward_norms)
+        hidden = self.dropout(self.activation(self.linear1(outer(x))))
+        return self.dropout(self.linear2(inner(hidden)))
+
+
+class DilatedTransformerEncoderLayer(_Layer):
+    """norm1, self_attn, then norm2, linear1, activation, norm3, linear2, each block added to its input."""
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = functional.relu,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps,
+            gamma_init, {"device": device, "dtype": dtype}, {"self_attn": True},
+        )  # fmt: skip
+
+    def forward(self, src: Tensor, is_causal: bool = False, *, caches: Sequence[DilatedCache] = ()) -> Tensor:
+        """src [batch, tokens, d_model] -> the same shape. caches: those of new_caches(), when decoding; the layer is causal
+        then, and src holds the next positions."""
+        self._check("src", src)
+        (own,) = caches or (None,)
+        normed = self.norm1(src)
+        x = src + self._attend(self.self_attn, normed, normed, is_causal, own)
+        return x + self._feed_forward(x)
+
+    def new_caches(self) -> tuple[DilatedCache, ...]:
+        return (_new_cache(self.self_attn),)
+
+
+class DilatedTransformerDecoderLayer(_Layer):
+    """norm1, self_attn (without inner norm), norm2, multihead_attn over memory, then norm3, linear1, activation, norm4,
+    linear2, each block added to its input."""
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = functional.relu,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps,
+            gamma_init, {"device": device, "dtype": dtype}, {"self_attn": False, "multihead_attn": True},
+        )  # fmt: skip
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+        *,
+        caches: Sequence[DilatedCache] = (),
+    ) -> Tensor:
+        """tgt and memory [batch, tokens, d_model], equal in shape -> the same shape. caches as in the encoder layer."""
+        self._check("tgt", tgt)
+        if memory.shape != tgt.shape:
+            raise InvalidArgument(
+                f"memory has shape {list(memory.shape)}, tgt has {list(tgt.shape)}: they must be equal", "memory"
+            )
+        own, over_memory = caches or (None, None)
+        normed = self.norm1(tgt)
+        x = tgt + self._attend(self.self_attn, normed, normed, tgt_is_causal, own)
+        x = x + self._attend(self.multihead_attn, self.norm2(x), memory, memory_is_causal, over_memory)
+        return x + self._feed_forward(x)
+
+    def new_caches(self) -> tuple[DilatedCache, ...]:
+        return _new_cache(self.self_attn), _new_cache(self.multihead_attn)
+
+
+def _new_cache(module: MultiheadDilatedAttention) -> DilatedCache:
+    return DilatedCache(module.attention, module.num_heads)
+
+
+class _Stack(nn.Module):
+    """encoder.layers and decoder.layers, as in torch's own stacks."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
+class LongNet(nn.Module):
+    """Encoder layers over x, then decoder layers over x that also attend to what the encoder made of it. The defaults are
+    the paper's base model. gradient_checkpointing recomputes each layer in the backward pass instead of keeping it."""
+
+    def __init__(
+        self,
+        d_model: int = 768,
+        nhead: int = 12,
+        num_encoder_layers: int = 12,
+        num_decoder_layers: int = 12,
+        dim_feedforward: int = 3072,
+        segment_lengths: Sequence[int] = SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DILATION_RATES,
+        dropout: float = 0.0,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        layer_norm_eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        encoders = _at_least("num_encoder_layers", num_encoder_layers, 1)
+        decoders = _at_least("num_decoder_layers", num_decoder_layers, 1)
+        self.d_model = d_model
+        self.gradient_checkpointing = gradient_checkpointing
+        arguments = (
+            d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps,
+        )  # fmt: skip
+        placement = {"device": device, "dtype": dtype}
+        gain = math.sqrt(math.log(3 * decoders) * math.log(2 * encoders) / 3)
+        self.encoder = _Stack(
+            [DilatedTransformerEncoderLayer(*arguments, gamma_init=gain, **placement) for _ in range(encoders)]
+        )
+        gain = math.sqrt(math.log(3 * decoders))
+        self.decoder = _Stack(
+            [DilatedTransformerDecoderLayer(*arguments, gamma_init=gain, **placement) for _ in range(decoders)]
+        )
+
+    def forward(self, x: Tensor, is_causal: bool = True, *, cache: LongNetCache | None = None) -> Tensor:
+        """x [batch, tokens, d_model] -> the same shape. With a cache x holds the next positions, causal in any case."""
+
+        def run(layer: nn.Module, *inputs: Any) -> Tensor:
+            if cache is not None:
+                return layer(*inputs, caches=cache.of(layer))
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                return checkpoint(layer, *inputs, use_reentrant=False)
+            return layer(*inputs)
+
+        memory = x
+        for layer in self.encoder.layers:
+            memory = run(layer, memory, is_causal)
+        for layer in self.decoder.layers:
+            x = run(layer, x, memory, is_causal, is_causal)
+        return x
+
+    def new_cache(self, length: int | None = None) -> LongNetCache:
+        """An empty cache for decoding; length: the sequence's final length, where something depends on it."""
+        return LongNetCache(self, length)
+
+
+class LongNetCache:
+    """The past of a LongNet: one DilatedCache for each attention. `position` tokens were seen, `bytes` are kept."""
+
+    def __init__(self, model: LongNet, length: int | None = None) -> None:
+        self.length = None if length is None else _at_least("length", length, 0)
+        layers = [*model.encoder.layers, *model.decoder.layers]
+        self._layers = {layer: layer.new_caches() for layer in layers}
+
+    def of(self, layer: nn.Module) -> tuple[DilatedCache, ...]:
+        if layer not in self._layers:
+            raise InvalidArgument("cache belongs to another model: make one with this model's new_cache()", "cache")
+        return self._layers[layer]
+
+    @property
+    def _all(self) -> list[DilatedCache]:
+        return [cache for caches in self._layers.values() for cache in caches]
+
+    @property
+    def position(self) -> int:
+        return self._all[0].position
+
+    @property
+    def bytes(self) -> int:
+        return sum(cache.bytes for cache in self._all)
+
+    def reset(self) -> None:
+        for cache in self._all:
+            cache.reset()
+
+
+class LongNetLM(nn.Module):
+    """A language model: token_embedding plus positions, long_net, norm, out. Causal by default.
+
+    positions: 'xpos' as old weights were trained, which depends on the sequence's length and overflows when it is large
+    (float32 beyond 72,500 tokens); 'rotary', the same without the part that does; or 'none'.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        d_model: int = 768,
+        nhead: int = 12,
+        num_encoder_layers: int = 12,
+        num_decoder_layers: int = 12,
+        dim_feedforward: int = 3072,
+        segment_lengths: Sequence[int] = SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DILATION_RATES,
+        dropout: float = 0.0,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        layer_norm_eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        positions: str = "xpos",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_tokens = _at_least("num_tokens", num_tokens, 1)
+        placement = {"device": device, "dtype": dtype}
+        width = _at_least("d_model", d_model, 1)
+        self.token_embedding = nn.Embedding(self.num_tokens, width, **placement)
+        self.pos_embedding = Positions(width, positions, device=device)
+        self.long_net = LongNet(
+            d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, segment_lengths, dilation_rates,
+            dropout, activation, layer_norm_eps, **placement, gradient_checkpointing=gradient_checkpointing,
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(width, layer_norm_eps, **placement)
+        self.out = nn.Linear(width, self.num_tokens, **placement)
+        nn.init.kaiming_normal_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def _check(self, ids: Tensor) -> None:
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise InvalidArgument(
+                f"ids is {list(ids.shape)} {ids.dtype}: give whole numbers [batch, tokens], int64 or int32", "ids"
+            )
+        if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():  # a GPU would have to be waited for
+            low, high = (int(x) for x in ids.aminmax())
+            if low < 0 or high >= self.num_tokens:
+                raise InvalidArgument(
+                    f"ids has {low if low < 0 else high}: give tokens from 0 to {self.num_tokens - 1}", "ids"
+                )
+
+    def _hidden(self, ids: Tensor, is_causal: bool, cache: LongNetCache | None = None) -> Tensor:
+        self._check(ids)
+        first, length = (0, ids.shape[1]) if cache is None else (cache.position, cache.length)
+        x = self.token_embedding(ids)
+        if self.pos_embedding.kind != "none":
+            x = x + self.pos_embedding(x, first, length)
+        return self.long_net(x, is_causal=is_causal, cache=cache)
+
+    def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
+        """Tokens [batch, tokens] -> logits [batch, tokens, num_tokens]."""
+        return self.out(self.norm(self._hidden(x, is_causal)))
+
+    def new_cache(self, length: int | None = None) -> LongNetCache:
+        """An empty cache for decode. positions='xpos' needs the final length of the sequence, prompt included."""
+        if length is None and self.pos_embedding.kind == "xpos":
+            raise InvalidArgument(
+                "length is None: positions='xpos' depends on the final length of the sequence; give it, or use "
+                "positions='rotary'",
+                "length",
+            )
+        return self.long_net.new_cache(length)
+
+    @torch.no_grad()
+    def decode(self, ids: Tensor, cache: LongNetCache, *, last_only: bool = False) -> Tensor:
+        """The next tokens [batch, tokens], one or many -> their logits (last_only: of the last one), as the full forward
+        of the whole sequence gives them. Inference only: call eval() first if the model has dropout."""
+        if self.training and self.long_net.encoder.layers[0].dropout.p > 0:
+            raise InvalidArgument("the model is in training mode: decoding has no dropout; call eval() first", "cache")
+        if cache.length is not None and cache.position + ids.shape[-1] > cache.length:
+            raise InvalidArgument(
+                f"ids would end at position {cache.position + ids.shape[-1]}, the cache's length is {cache.length}: make "
+                "the cache with the final length",
+                "ids",
+            )
+        x = self._hidden(ids, True, cache)
+        return self.out(self.norm(x[:, -1:] if last_only else x))
+
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        *,
+        end_token: int | None = None,
+        prefill_chunk: int = 4096,
+    ) -> Tensor:
+        """Prompts ids [batch, tokens] -> [batch, tokens + max_new_tokens], the prompt included.
+
+        temperature 0 takes the likeliest token. top_k: choose among so many; top_p: among the likeliest that together reach
+        this probability. seed: repeats the draw; without one torch's generator is used. end_token: after it an entry holds
+        nothing else, and when all entries do, the result may be shorter. prefill_chunk: prompt tokens taken at a time. The
+        final length is tokens + max_new_tokens from the start (positions='xpos' depends on it).
+        """
+        self._check(ids)
+        if ids.shape[1] < 1:
+            raise InvalidArgument("ids has no tokens: give a prompt of at least one", "ids")
+        count = _at_least("max_new_tokens", max_new_tokens, 0)
+        chunk = _at_least("prefill_chunk", prefill_chunk, 1)
+        sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
+        training = self.training
+        self.eval()
+        try:
+            cache = self.new_cache(ids.shape[1] + count)
+            result = [ids]
+            ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+            for step in range(count):
+                parts = ids.split(chunk, dim=1) if step == 0 else result[-1:]
+                for part in parts:
+                    logits = self.decode(part, cache, last_only=True)
+                token = sampler(logits[:, -1]).to(ids.dtype)
+                if end_token is not None:
+                    token = torch.where(ended, end_token, token)
+                    ended = ended | (token == end_token)
+                result.append(token[:, None])
+                if end_token is not None and bool(ended.all()):
+                    break
+            return torch.cat(result, dim=1)
+        finally:
+            self.train(training)

@@ -1,0 +1,72 @@
+"""Positions of LongNetLM: XPOS as old weights were trained with, the same rotation without its decay, or none.
+
+XPOS turns pairs of channels by an angle that grows with the position and scales them by a power that grows or falls with
+the distance from the middle of the sequence. It therefore depends on the length, and overflows when that is large.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import InvalidArgument
+
+KINDS = ("xpos", "rotary", "none")
+_SCALE_BASE = 512
+_ANGLE_BASE = 10000.0
+
+
+class Positions(nn.Module):
+    """What LongNetLM adds to embeddings [batch, tokens, width]: themselves, turned by their position."""
+
+    def __init__(self, width: int, kind: str = "xpos", *, device: object = None) -> None:
+        super().__init__()
+        if kind not in KINDS:
+            raise InvalidArgument(f"positions is {kind!r}: give 'xpos', 'rotary' or 'none'", "positions")
+        if width % 2 and kind != "none":
+            raise InvalidArgument(
+                f"d_model is {width}: positions={kind!r} turns pairs of channels; give an even number", "d_model"
+            )
+        self.width = width
+        self.kind = kind
+        # Old weights bring it along. Not read: half precision would round it, and its powers far more.
+        self.register_buffer("scale", self._bases(torch.device(device) if device else torch.device("cpu")))
+
+    def _bases(self, device: torch.device) -> Tensor:
+        return (torch.arange(0, self.width, 2, device=device) + 0.4 * self.width) / (1.4 * self.width)
+
+    def _check_length(self, length: int, dtype: torch.dtype) -> None:
+        """The first channel's scale is the largest: (0.4 / 1.4) ** -(half the length / 512)."""
+        limit = math.log(torch.finfo(dtype).max) / math.log(1.4 / 0.4) * _SCALE_BASE
+        if math.ceil(length / 2) > limit:
+            raise InvalidArgument(
+                f"the sequence has {length} tokens: positions='xpos' overflows {str(dtype).removeprefix('torch.')} beyond "
+                f"{2 * int(limit)}; use positions='rotary' or 'none'",
+                "positions",
+            )
+
+    def forward(self, x: Tensor, first: int = 0, length: int | None = None) -> Tensor:
+        """x holds positions first, first + 1, ... of a sequence of `length` tokens (default: x ends it)."""
+        if self.kind == "none":
+            return torch.zeros_like(x)
+        tokens = x.shape[1]
+        length = first + tokens if length is None else length
+        work = torch.float64 if x.dtype is torch.float64 else torch.float32
+        position = torch.arange(first, first + tokens, device=x.device)
+        pairs = self.width // 2
+        frequency = _ANGLE_BASE ** -(torch.arange(pairs, dtype=torch.float64, device=x.device) / pairs)
+        angle = ((position[:, None] * frequency) % (2 * math.pi)).to(work)
+        sine, cosine = angle.sin(), angle.cos()
+        if self.kind == "xpos":
+            self._check_length(length, x.dtype)
+            centred = (position - math.ceil(length / 2)).to(work) / _SCALE_BASE
+            scale = self._bases(x.device).to(work) ** centred[:, None]
+            sine, cosine = sine * scale, cosine * scale
+        even, odd = x[..., ::2].to(work), x[..., 1::2].to(work)
+        turned = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, kind={self.kind!r}"

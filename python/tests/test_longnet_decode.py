@@ -1,0 +1,191 @@
+"""Decoding equals the full forward at every position, keeps no more than the pattern needs, and samples as asked."""
+
+import pytest
+
+import longspan
+
+torch = pytest.importorskip("torch")
+
+import longspan.torch as lt
+from longspan.torch.sampling import Sampler
+from test_longnet import shaken, small_lm
+
+PATTERNS = {
+    "short segments": ([8, 16, 7], [1, 2, 3]),
+    "longer than the sequence": ([16, 64, 4096], [1, 4, 8]),
+    "lists swapped": ([1, 2, 4], [8, 16, 32]),
+    "one branch": ([12], [1]),
+}
+# float64 runs the reference kernel: what differs is the order of sums, some hundred of them.
+EXACT = dict(atol=1e-12, rtol=1e-10)
+
+
+def chunks(total, sizes):
+    """Chunk sizes in turn, until total."""
+    result, index = [], 0
+    while sum(result) < total:
+        result.append(min(sizes[index % len(sizes)], total - sum(result)))
+        index += 1
+    return result
+
+
+@pytest.mark.parametrize("sizes", [[1], [5], [19, 1, 2], [200]], ids=str)
+@pytest.mark.parametrize("case", PATTERNS)
+def test_cache_equals_the_full_attention(case, sizes):
+    torch.manual_seed(0)
+    segments, rates = PATTERNS[case]
+    module = lt.DilatedAttention(segments, rates, softmax_scale=0.3)
+    query, key, value = (torch.randn(2, 100, 5, 4, dtype=torch.float64) for _ in range(3))
+    want = module(query, key, value, is_causal=True)
+    cache = lt.DilatedCache(module, heads=5)
+    for size in chunks(100, sizes):
+        part = slice(cache.position, cache.position + size)
+        out = cache.attend(query[:, part], key[:, part], value[:, part])
+        torch.testing.assert_close(out, want[:, part], **EXACT)
+    assert cache.position == 100
+
+
+def test_appended_rows_are_seen_by_later_ones():
+    torch.manual_seed(0)
+    module = lt.DilatedAttention([16, 32], [1, 2])
+    query, key, value = (torch.randn(1, 60, 4, 8, dtype=torch.float64) for _ in range(3))
+    cache = lt.DilatedCache(module, heads=4)
+    cache.append(key[:, :43], value[:, :43])
+    out = cache.attend(query[:, 43:], key[:, 43:], value[:, 43:])
+    torch.testing.assert_close(out, module(query, key, value, is_causal=True)[:, 43:], **EXACT)
+
+
+def test_memory_is_bounded_by_the_pattern():
+    segments, rates = [64, 256, 100], [1, 4, 3]
+    cache = lt.DilatedCache(lt.DilatedAttention(segments, rates), heads=4)
+    rows = torch.randn(2, 1, 4, 8)
+    seen = []
+    for _ in range(1000):
+        cache.attend(rows, rows, rows)
+        seen.append(cache.bytes)
+    # Rows of a whole strand by heads of its branch (4 heads in 3 groups: 2, 1, 1), phases 0, 1, 2.
+    most = 2 * 2 * 8 * 4 * (64 * 2 + 64 * 1 + 33 * 1)
+    assert seen[-1] == most and max(seen) == most
+    assert seen[255:] == seen[255:256] * len(seen[255:])
+    cache.reset()
+    assert cache.bytes == 0 and cache.position == 0
+
+
+@pytest.mark.parametrize("kind", ["xpos", "rotary", "none"])
+@pytest.mark.parametrize("sizes", [[1], [17, 1, 3]], ids=str)
+def test_decoding_equals_the_full_forward_at_every_position(sizes, kind):
+    model = shaken(small_lm(kind, dropout=0.1).double()).eval()
+    ids = torch.randint(50, (3, 45))
+    want = model(ids)
+    cache = model.new_cache(45 if kind == "xpos" else None)
+    for size in chunks(45, sizes):
+        part = slice(cache.position, cache.position + size)
+        logits = model.decode(ids[:, part], cache)
+        torch.testing.assert_close(logits, want[:, part], atol=1e-10, rtol=1e-9)
+
+
+def test_decoding_in_float32_and_autocast():
+    model = shaken(small_lm(), 0.1)
+    ids = torch.randint(50, (2, 40))
+    for low, tolerance in ((False, 1e-5), (True, 0.05)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            want = model(ids).float()
+            cache = model.new_cache(40)
+            got = torch.cat([model.decode(part, cache) for part in ids.split(9, dim=1)], dim=1).float()
+        torch.testing.assert_close(got, want, atol=tolerance * want.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["xpos", "rotary"])
+def test_greedy_generation_is_the_full_forwards(kind):
+    model = shaken(small_lm(kind).double())
+    ids = torch.randint(50, (3, 11))
+    new = 25
+    result = model.generate(ids, new, temperature=0, prefill_chunk=4)
+    assert result.shape == (3, 36) and torch.equal(result[:, :11], ids)
+    logits = model(result)  # of the final length, which xpos depends on
+    assert torch.equal(result[:, 11:], logits[:, 10:-1].argmax(-1))
+    assert torch.equal(result, model.generate(ids, new, temperature=0))
+    assert model.training
+
+
+def test_generation_repeats_with_its_seed():
+    model = shaken(small_lm(dropout=0.2))
+    ids = torch.randint(50, (2, 5))
+    draws = [model.generate(ids, 12, seed=seed) for seed in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    results = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        results.append(model.generate(ids, 12))
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    assert torch.equal(model.generate(ids, 0), ids)
+    assert torch.equal(model.generate(ids.int(), 3, seed=1), model.generate(ids, 3, seed=1).int())
+
+
+def test_generation_stops_at_the_end_token():
+    model = shaken(small_lm("rotary"))
+    ids = torch.randint(50, (4, 5))
+    free = model.generate(ids, 20, seed=3)[:, 5:]
+    end = int(free[0, 3])
+    first = [row.tolist().index(end) if end in row.tolist() else 20 for row in free]
+    got = model.generate(ids, 20, seed=3, end_token=end)[:, 5:]
+    assert got[0, first[0] :].eq(end).all() and torch.equal(got[0, : first[0]], free[0, : first[0]])
+    model.out.bias.data[end] = 1e4
+    assert model.generate(ids, 20, end_token=end).shape == (4, 6)
+
+
+def test_sampling():
+    logits = torch.tensor([[2.0, 0.0, 1.0, -1.0], [0.0, 3.0, 3.0, 0.0]])
+    cpu = torch.device("cpu")
+    torch.testing.assert_close(Sampler(2.0, None, None, None, cpu).probabilities(logits), (logits / 2).softmax(-1))
+    kept = Sampler(1.0, 2, None, None, cpu).probabilities(logits)
+    assert (kept > 0).tolist() == [[True, False, True, False], [False, True, True, False]]
+    torch.testing.assert_close(kept[0, 0] / kept[0, 2], torch.tensor(1.0).exp())
+    # softmax of the first row: 0.64, 0.09, 0.24, 0.03
+    for limit, count in ((0.5, 1), (0.65, 2), (0.9, 3), (1.0, 4)):
+        kept = Sampler(1.0, None, limit, None, cpu).probabilities(logits)
+        assert (kept[0] > 0).sum() == count
+        torch.testing.assert_close(kept.sum(-1), torch.ones(2))
+    assert Sampler(0, None, None, None, cpu)(logits).tolist()[0] == 0
+    draw = Sampler(1.0, None, None, 5, cpu)
+    counts = torch.bincount(torch.cat([draw(logits[:1]) for _ in range(4000)]), minlength=4) / 4000
+    # Four standard errors of a share of 0.64 in 4000 draws.
+    torch.testing.assert_close(counts, logits[0].softmax(-1), atol=0.031, rtol=0)
+
+
+def test_bad_calls_are_refused_by_name():
+    model = small_lm()
+    ids = torch.randint(50, (2, 5))
+    for arguments, name in (
+        (dict(max_new_tokens=-1), "max_new_tokens"),
+        (dict(max_new_tokens=2, temperature=-1), "temperature"),
+        (dict(max_new_tokens=2, temperature=float("nan")), "temperature"),
+        (dict(max_new_tokens=2, top_k=0), "top_k"),
+        (dict(max_new_tokens=2, top_p=0.0), "top_p"),
+        (dict(max_new_tokens=2, top_p=1.5), "top_p"),
+        (dict(max_new_tokens=2, seed="x"), "seed"),
+        (dict(max_new_tokens=2, prefill_chunk=0), "prefill_chunk"),
+    ):
+        with pytest.raises(longspan.InvalidArgument, match=name) as error:
+            model.generate(ids, **arguments)
+        assert error.value.argument == name
+    with pytest.raises(longspan.InvalidArgument, match="ids has no tokens"):
+        model.generate(ids[:, :0], 3)
+    with pytest.raises(longspan.InvalidArgument, match="length is None"):
+        model.new_cache()
+    cache = model.new_cache(6)
+    model.decode(ids, cache)
+    with pytest.raises(longspan.InvalidArgument, match="final length"):
+        model.decode(ids, cache)
+    with pytest.raises(longspan.InvalidArgument, match="batch 2"):
+        model.decode(ids[:1, :1], cache)
+    with pytest.raises(longspan.InvalidArgument, match="another model"):
+        small_lm().decode(ids, model.new_cache(6))
+    with pytest.raises(longspan.InvalidArgument, match="eval"):
+        small_lm(dropout=0.1).decode(ids, small_lm(dropout=0.1).new_cache(6))
+    with pytest.raises(longspan.InvalidArgument, match="heads = 4"):
+        lt.DilatedCache(lt.DilatedAttention([8], [1]), 4).attend(*[torch.zeros(1, 1, 3, 8)] * 3)
+    with pytest.raises(longspan.InvalidArgument, match="at least one head"):
+        lt.DilatedCache(lt.DilatedAttention([8, 16], [1, 2]), 1)
+    with pytest.raises(longspan.InvalidArgument, match="module is Linear"):
+        lt.DilatedCache(torch.nn.Linear(2, 2), 1)

@@ -204,10 +204,12 @@ void print_report(const Report& report, const RingDemo& ring, const std::string&
   }
   const std::int64_t most = *std::max_element(ring.bytes_received.begin(), ring.bytes_received.end());
   print("{}\n", ring.bit_identical
-                     ? good(fmt::format("a ring of {} over {} tokens has the same bits; each rank received at most {} (a ring that moves all keys: {})",
-                                        ring.bytes_received.size(), with_commas(static_cast<double>(ring.tokens)), short_bytes(static_cast<double>(most)),
-                                        short_bytes(static_cast<double>(ring.naive_bytes))))
-                     : bad("a ring of ranks gives OTHER bits than one device"));
+                    ? good(fmt::format("a ring of {} over {} tokens has the same bits; each rank received at most {} "
+                                       "(a ring that moves all keys: {})",
+                                       ring.bytes_received.size(), with_commas(static_cast<double>(ring.tokens)),
+                                       short_bytes(static_cast<double>(most)),
+                                       short_bytes(static_cast<double>(ring.naive_bytes))))
+                    : bad("a ring of ranks gives OTHER bits than one device"));
   if (!path.empty()) print("report: {}\n", path);
 }
 

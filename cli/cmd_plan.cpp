@@ -29,14 +29,15 @@ Json describe_ring(const Plan& plan, int ranks) {
   Json json = {{"ranks", ranks}, {"per_rank", Json::array()}};
   for (int rank = 0; rank < ranks; ++rank) {
     const ExchangePlan exchange(plan, shards, rank);
-    json["per_rank"].push_back({{"rank", rank},
-                                {"rows", shards.rows(rank)},
-                                {"peers", exchange.peers().size()},
-                                {"bytes_received", exchange.bytes_received()},
-                                {"bytes_sent", exchange.bytes_sent()},
-                                {"gradient_bytes_returned", exchange.receive_pairs() * exchange.gradient_bytes_per_pair()},
-                                {"naive_ring_bytes", exchange.naive_ring_bytes()},
-                                {"all_gather_bytes", exchange.all_gather_bytes()}});
+    json["per_rank"].push_back(
+        {{"rank", rank},
+         {"rows", shards.rows(rank)},
+         {"peers", exchange.peers().size()},
+         {"bytes_received", exchange.bytes_received()},
+         {"bytes_sent", exchange.bytes_sent()},
+         {"gradient_bytes_returned", exchange.receive_pairs() * exchange.gradient_bytes_per_pair()},
+         {"naive_ring_bytes", exchange.naive_ring_bytes()},
+         {"all_gather_bytes", exchange.all_gather_bytes()}});
   }
   return json;
 }
@@ -46,8 +47,9 @@ void print_ring(const Json& ring) {
   Table table({{"rank", Align::left}, {"rows"}, {"peers"}, {"longspan"}, {"sent"}, {"all-gather"}, {"naive ring"}});
   for (const Json& rank : ring["per_rank"]) {
     const auto bytes = [&](const char* key) { return short_bytes(rank[key].get<double>()); };
-    table.add({fmt::format("{}", rank["rank"].get<int>()), with_commas(rank["rows"].get<double>()), fmt::format("{}", rank["peers"].get<int>()),
-               bytes("bytes_received"), bytes("bytes_sent"), bytes("all_gather_bytes"), bytes("naive_ring_bytes")});
+    table.add({fmt::format("{}", rank["rank"].get<int>()), with_commas(rank["rows"].get<double>()),
+               fmt::format("{}", rank["peers"].get<int>()), bytes("bytes_received"), bytes("bytes_sent"),
+               bytes("all_gather_bytes"), bytes("naive_ring_bytes")});
   }
   print_text(table.to_string());
 }
@@ -115,24 +117,24 @@ int run(const PlanCommand& command) {
     for (std::size_t index = 0; index < plan->branches().size(); ++index)
       branches.push_back(describe_branch(*plan, index));
     Json json = {{"pattern", choice.pattern.to_string()},
-                {"problem", describe(problem)},
-                {"options", describe(choice.options)},
-                {"totals",
-                 {{"pairs", totals.pairs},
-                  {"strand_rows", totals.strand_rows},
-                  {"forward_flops", totals.forward_flops},
-                  {"backward_flops", totals.backward_flops},
-                  {"forward_bytes", totals.forward_bytes},
-                  {"backward_bytes", totals.backward_bytes},
-                  {"work_items", plan->items(kQueryTile)},
-                  {"query_tile", kQueryTile},
-                  {"forward_workspace_bytes", forward ? Json(plan->workspace_bytes(Pass::forward)) : Json()},
-                  {"backward_workspace_bytes", backward ? Json(plan->workspace_bytes(Pass::backward)) : Json()}}},
-                {"kernels",
-                 {{"forward", forward ? Json(forward->name) : Json()},
-                  {"backward", backward ? Json(backward->name) : Json()},
-                  {"why_none", plan->why_no_kernel(Pass::forward)}}},
-                {"branches", branches}};
+                 {"problem", describe(problem)},
+                 {"options", describe(choice.options)},
+                 {"totals",
+                  {{"pairs", totals.pairs},
+                   {"strand_rows", totals.strand_rows},
+                   {"forward_flops", totals.forward_flops},
+                   {"backward_flops", totals.backward_flops},
+                   {"forward_bytes", totals.forward_bytes},
+                   {"backward_bytes", totals.backward_bytes},
+                   {"work_items", plan->items(kQueryTile)},
+                   {"query_tile", kQueryTile},
+                   {"forward_workspace_bytes", forward ? Json(plan->workspace_bytes(Pass::forward)) : Json()},
+                   {"backward_workspace_bytes", backward ? Json(plan->workspace_bytes(Pass::backward)) : Json()}}},
+                 {"kernels",
+                  {{"forward", forward ? Json(forward->name) : Json()},
+                   {"backward", backward ? Json(backward->name) : Json()},
+                   {"why_none", plan->why_no_kernel(Pass::forward)}}},
+                 {"branches", branches}};
     if (command.ranks > 0) json["ring"] = ring;
     print_json(json);
     return kSuccess;

@@ -33,20 +33,26 @@ RingInputs read_inputs(const RingCommand& command, const ProblemChoice& choice) 
   inputs.layout = choice.layout;
   inputs.problem = choice.problem(kDefaultTokens);
   const std::string* const names[] = {&command.q, &command.k, &command.v};
-  const auto given = std::count_if(std::begin(names), std::end(names), [](const std::string* name) { return !name->empty(); });
+  const auto given =
+      std::count_if(std::begin(names), std::end(names), [](const std::string* name) { return !name->empty(); });
   if (given == 0) return inputs;
   if (given != 3) throw InvalidArgument("q", "give --q, --k and --v together, or none of them for random numbers");
   for (std::size_t i = 0; i < 3; ++i) {
-    inputs.files[i] = read_array(*names[i], {.uint16_is_bf16 = command.problem.given("dtype") && choice.dtype == DType::bf16});
+    inputs.files[i] =
+        read_array(*names[i], {.uint16_is_bf16 = command.problem.given("dtype") && choice.dtype == DType::bf16});
     const std::size_t rank = inputs.files[i]->header.shape.size();
     if (rank != 3 && rank != 4) {
-      throw InvalidArgument(std::string(1, "qkv"[i]), fmt::format("'{}' has {} dimensions: give [batch, rows, heads, head_dim]", *names[i], rank));
+      throw InvalidArgument(
+          std::string(1, "qkv"[i]),
+          fmt::format("'{}' has {} dimensions: give [batch, rows, heads, head_dim]", *names[i], rank));
     }
   }
   const ConstTensorView q = inputs.file(0), k = inputs.file(1), v = inputs.file(2);
-  if (k.sizes != v.sizes || q.rows() != k.rows() || q.batch() != k.batch() || q.columns() != k.columns() || q.dtype != k.dtype || k.dtype != v.dtype) {
-    throw InvalidArgument("k", fmt::format("q [{}], k [{}] and v [{}]: all must have the same type, batch, rows and head_dim",
-                                           fmt::join(q.sizes, ", "), fmt::join(k.sizes, ", "), fmt::join(v.sizes, ", ")));
+  if (k.sizes != v.sizes || q.rows() != k.rows() || q.batch() != k.batch() || q.columns() != k.columns() ||
+      q.dtype != k.dtype || k.dtype != v.dtype) {
+    throw InvalidArgument(
+        "k", fmt::format("q [{}], k [{}] and v [{}]: all must have the same type, batch, rows and head_dim",
+                         fmt::join(q.sizes, ", "), fmt::join(k.sizes, ", "), fmt::join(v.sizes, ", ")));
   }
   inputs.problem = Attention::problem(q, k);
   return inputs;
@@ -56,14 +62,22 @@ void write_trace(const std::string& path, const std::vector<Json>& ranks) {
   Json events = Json::array();
   for (const Json& rank : ranks) {
     const int number = rank["rank"];
-    events.push_back({{"name", "thread_name"}, {"ph", "M"}, {"pid", 0}, {"tid", number}, {"args", {{"name", fmt::format("rank {}", number)}}}});
+    events.push_back({{"name", "thread_name"},
+                      {"ph", "M"},
+                      {"pid", 0},
+                      {"tid", number},
+                      {"args", {{"name", fmt::format("rank {}", number)}}}});
     double offset = 0;
     const auto add = [&](const Json& pass, const char* label) {
       double last = 0;
       for (const Json& event : pass["events"]) {
         const double begin = event["begin"], end = event["end"];
-        events.push_back({{"name", fmt::format("{}: {}", label, event["name"].get<std::string>())}, {"ph", "X"}, {"pid", 0}, {"tid", number},
-                          {"ts", (offset + begin) * 1e6}, {"dur", (end - begin) * 1e6}});
+        events.push_back({{"name", fmt::format("{}: {}", label, event["name"].get<std::string>())},
+                          {"ph", "X"},
+                          {"pid", 0},
+                          {"tid", number},
+                          {"ts", (offset + begin) * 1e6},
+                          {"dur", (end - begin) * 1e6}});
         last = std::max(last, end);
       }
       offset += last;
@@ -77,20 +91,32 @@ void write_trace(const std::string& path, const std::vector<Json>& ranks) {
 }
 
 void print_ranks(const std::vector<Json>& ranks, const char* label, const char* pass) {
-  Table table({{label, Align::left}, {"rows"}, {"received"}, {"sent"}, {"messages"}, {"waited"}, {"overlapped"}, {"total"}, {"tensors"}, {"remote rows"}});
+  Table table({{label, Align::left},
+               {"rows"},
+               {"received"},
+               {"sent"},
+               {"messages"},
+               {"waited"},
+               {"overlapped"},
+               {"total"},
+               {"tensors"},
+               {"remote rows"}});
   for (const Json& rank : ranks) {
     const Json& of = *pass ? rank[pass] : rank;
     const auto bytes = [&](const char* key) { return short_bytes(of[key].get<double>()); };
     const auto duration = [&](const char* key) { return short_duration(of[key].get<double>()); };
-    table.add({fmt::format("{}", rank["rank"].get<int>()), with_commas(rank["rows"].get<double>()), bytes("bytes_received"), bytes("bytes_sent"),
-               fmt::format("{}", of["messages_received"].get<std::int64_t>()), duration("waited_seconds"), duration("overlapped_seconds"), duration("seconds"),
-               short_bytes(rank["tensor_bytes"].get<double>()), bytes("halo_bytes")});
+    table.add({fmt::format("{}", rank["rank"].get<int>()), with_commas(rank["rows"].get<double>()),
+               bytes("bytes_received"), bytes("bytes_sent"),
+               fmt::format("{}", of["messages_received"].get<std::int64_t>()), duration("waited_seconds"),
+               duration("overlapped_seconds"), duration("seconds"), short_bytes(rank["tensor_bytes"].get<double>()),
+               bytes("halo_bytes")});
   }
   print_text(table.to_string());
 }
 
 /// What rank 0 says for all.
-int report(const RingCommand& command, const RingInputs& inputs, const RingSettings& settings, const char* engine, std::vector<Json> ranks) {
+int report(const RingCommand& command, const RingInputs& inputs, const RingSettings& settings, const char* engine,
+           std::vector<Json> ranks) {
   if (!command.trace.empty()) write_trace(command.trace, ranks);
   bool bits = true, verified = true, as_planned = true;
   double slowest = 0;
@@ -99,7 +125,8 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
       bits = bits && rank["bit_identical"].get<bool>();
       verified = verified && rank["verified"].get<bool>();
     }
-    as_planned = as_planned && rank["bytes_received"] == rank["planned_bytes_received"] && rank["bytes_sent"] == rank["planned_bytes_sent"];
+    as_planned = as_planned && rank["bytes_received"] == rank["planned_bytes_received"] &&
+                 rank["bytes_sent"] == rank["planned_bytes_sent"];
     slowest = std::max(slowest, rank["seconds"].get<double>());
     rank.erase("events");
     if (rank.contains("backward")) rank["backward"].erase("events");
@@ -120,9 +147,11 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
     json["per_rank"] = ranks;
     print_json(json);
   } else {
-    print("{}{}\n{} tokens over {} {} ranks, batch {}, {} heads of {} ({} for keys and values), {}\n\n", bold(settings.pattern.to_string()),
-          settings.options.causal ? ", causal" : "", with_commas(static_cast<double>(inputs.problem.tokens)), settings.shards.ranks(), engine,
-          inputs.problem.batch, inputs.problem.heads, inputs.problem.head_dim, inputs.problem.kv_heads, name_of(inputs.problem.dtype));
+    print("{}{}\n{} tokens over {} {} ranks, batch {}, {} heads of {} ({} for keys and values), {}\n\n",
+          bold(settings.pattern.to_string()), settings.options.causal ? ", causal" : "",
+          with_commas(static_cast<double>(inputs.problem.tokens)), settings.shards.ranks(), engine,
+          inputs.problem.batch, inputs.problem.heads, inputs.problem.head_dim, inputs.problem.kv_heads,
+          name_of(inputs.problem.dtype));
     print_ranks(ranks, "forward", "");
     if (settings.backward) {
       print("\n");
@@ -130,7 +159,8 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
     }
     print("\nbytes moved {} the plan\n", as_planned ? "equal" : bad("DIFFER from"));
     if (settings.verify) {
-      print("{}\n", verified ? good(bits ? "verified: out and lse have the bits of one device" : "verified: equal to one device up to rounding (rounds)")
+      print("{}\n", verified ? good(bits ? "verified: out and lse have the bits of one device"
+                                         : "verified: equal to one device up to rounding (rounds)")
                              : bad("NOT verified: results differ from one device"));
     }
     if (!settings.out.empty()) print("out: {}\n", settings.out);
@@ -143,7 +173,9 @@ int run(const RingCommand& command) {
   if (choice.device.type != DeviceType::cpu) throw Unsupported("--device cuda: rings run on the CPU here");
   std::shared_ptr<Communicator> mpi;
   if (command.ranks == 0) {
-    if (!under_mpi()) throw InvalidArgument("ranks", "no ranks: give --ranks 4 for ranks of this process, or start the command with mpirun -n 4");
+    if (!under_mpi())
+      throw InvalidArgument(
+          "ranks", "no ranks: give --ranks 4 for ranks of this process, or start the command with mpirun -n 4");
     mpi = mpi_ring();
   }
   const int count = mpi ? mpi->size() : command.ranks;
@@ -156,17 +188,20 @@ int run(const RingCommand& command) {
   settings.verify = command.verify;
   settings.repeat = std::max(command.repeat, 1);
   settings.out = command.out;
-  if (!(command.deadline > 0 && command.deadline < 1e6)) throw InvalidArgument("deadline", fmt::format("--deadline is {}: give seconds above 0", command.deadline));
+  if (!(command.deadline > 0 && command.deadline < 1e6))
+    throw InvalidArgument("deadline", fmt::format("--deadline is {}: give seconds above 0", command.deadline));
   settings.ring.deadline = std::chrono::milliseconds(static_cast<std::int64_t>(command.deadline * 1000));
   settings.ring.halo_limit_bytes = static_cast<std::size_t>(parse_size("halo-limit", command.halo_limit));
   if (command.shards == "even") settings.shards = Shards::even(inputs.problem.tokens, count);
   else if (command.shards == "zigzag") settings.shards = Shards::zigzag(inputs.problem.tokens, count);
   else throw InvalidArgument("shards", fmt::format("--shards is '{}': give even or zigzag", command.shards));
   if (!settings.out.empty()) {
-    if (parse_location(settings.out).safetensors) throw InvalidArgument("out", fmt::format("--out '{}': ranks write together to .npy files only", settings.out));
+    if (parse_location(settings.out).safetensors)
+      throw InvalidArgument("out", fmt::format("--out '{}': ranks write together to .npy files only", settings.out));
     for (const std::string& input : {command.q, command.k, command.v}) {
       if (!input.empty() && same_file(settings.out, parse_location(input).path)) {
-        throw InvalidArgument("out", fmt::format("output '{}' would replace the input file '{}': choose another name", settings.out, input));
+        throw InvalidArgument("out", fmt::format("output '{}' would replace the input file '{}': choose another name",
+                                                 settings.out, input));
       }
     }
     const Problem& p = inputs.problem;
@@ -203,20 +238,26 @@ int run(const RingCommand& command) {
 }  // namespace
 
 Command add_ring(CLI::App& app) {
-  CLI::App* parser = app.add_subcommand("ring", "Split a sequence over ranks that exchange only the rows the pattern needs");
+  CLI::App* parser =
+      app.add_subcommand("ring", "Split a sequence over ranks that exchange only the rows the pattern needs");
   parser->footer(
-      "\nWith --ranks the ranks are threads of this process; without it the command is one rank of mpirun. Each rank reads and\n"
-      "writes its own rows only. Bytes moved are counted and compared with the plan; --verify compares the result with one\n"
+      "\nWith --ranks the ranks are threads of this process; without it the command is one rank of mpirun. Each rank "
+      "reads and\n"
+      "writes its own rows only. Bytes moved are counted and compared with the plan; --verify compares the result with "
+      "one\n"
       "device (which then holds the whole sequence) and exits with 1 if they differ.\n"
       "Example: longspan ring --ranks 4 --tokens 128K --segments 2K,32K,128K --dilations 1,16,64 --verify\n"
       "         mpirun -n 4 longspan ring --tokens 1M --segments 2K,1M --dilations 1,512 --json");
   const auto command = std::make_shared<RingCommand>();
   parser->add_option("--ranks", command->ranks, "Ranks of this process, one thread each")->type_name("COUNT");
-  parser->add_option("--shards", command->shards, "even: contiguous; zigzag: two chunks each, balanced for causal work")->type_name("even|zigzag");
+  parser->add_option("--shards", command->shards, "even: contiguous; zigzag: two chunks each, balanced for causal work")
+      ->type_name("even|zigzag");
   parser->add_flag("--backward", command->backward, "Gradients too");
   parser->add_flag("--verify", command->verify, "Compare with one device");
-  parser->add_option("--deadline", command->deadline, "Longest wait for a rank in one exchange (default 60)")->type_name("SECONDS");
-  parser->add_option("--halo-limit", command->halo_limit, "Most bytes of remote rows at a time; beyond it, rounds")->type_name("BYTES");
+  parser->add_option("--deadline", command->deadline, "Longest wait for a rank in one exchange (default 60)")
+      ->type_name("SECONDS");
+  parser->add_option("--halo-limit", command->halo_limit, "Most bytes of remote rows at a time; beyond it, rounds")
+      ->type_name("BYTES");
   parser->add_option("--repeat", command->repeat, "Runs; times are medians")->type_name("COUNT");
   const auto file = [&](const char* name, std::string& target, const char* meaning) {
     parser->add_option(name, target, meaning)->group("Files")->type_name("FILE");

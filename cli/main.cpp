@@ -76,8 +76,8 @@ int run(int count, char** values) {
   app.footer(kFooter);
   app.set_version_flag("--version", fmt::format("longspan {} ({})", version(), commit()));
   app.require_subcommand(1);
-  const Command commands[] = {add_demo(app), add_attend(app), add_ring(app), add_plan(app), add_show(app),
-                              add_info(app), add_check(app),  add_bench(app)};
+  const Command commands[] = {add_demo(app), add_attend(app), add_ring(app),  add_plan(app),
+                              add_show(app), add_info(app),   add_check(app), add_bench(app)};
   try {
     app.parse(count, values);
   } catch (const CLI::ParseError& error) {

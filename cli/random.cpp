@@ -41,14 +41,16 @@ void fill(Storage* data, std::int64_t count, std::uint64_t seed, std::uint32_t s
       normal_pair(words[0], words[1], values[0], values[1]);
       normal_pair(words[2], words[3], values[2], values[3]);
       const std::int64_t here = std::min<std::int64_t>(4, end - index);
-      for (std::int64_t i = index == 0 ? skipped : 0; i < here; ++i) data[index + i - skipped] = from_float<Storage>(values[i]);
+      for (std::int64_t i = index == 0 ? skipped : 0; i < here; ++i)
+        data[index + i - skipped] = from_float<Storage>(values[i]);
     }
   });
 }
 
 }  // namespace
 
-void fill_normal(void* data, DType dtype, std::int64_t count, std::uint64_t seed, std::uint32_t stream, std::int64_t first) {
+void fill_normal(void* data, DType dtype, std::int64_t count, std::uint64_t seed, std::uint32_t stream,
+                 std::int64_t first) {
   dispatch_storage(dtype, [&]<class Storage>() { fill(static_cast<Storage*>(data), count, seed, stream, first); });
 }
 

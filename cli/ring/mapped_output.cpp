@@ -45,7 +45,8 @@ void MappedOutput::create(const std::string& path, DType dtype, const std::vecto
   }
 }
 
-MappedOutput::MappedOutput(const std::string& path, DType dtype, Layout layout, const std::vector<std::int64_t>& shape) {
+MappedOutput::MappedOutput(const std::string& path, DType dtype, Layout layout,
+                           const std::vector<std::int64_t>& shape) {
   const std::string name = temporary(path);
   const std::size_t header = npy_header(dtype, shape).size();
   bytes_ = header + array_bytes(path, shape, dtype);
@@ -59,7 +60,8 @@ MappedOutput::MappedOutput(const std::string& path, DType dtype, Layout layout, 
   }
   const std::vector<std::int64_t> sizes = four(shape);
   const bool bnhd = layout == Layout::bnhd;
-  view_ = view_of<void>(static_cast<std::byte*>(memory_) + header, dtype, layout, sizes[0], sizes[bnhd ? 1 : 2], sizes[bnhd ? 2 : 1], sizes[3]);
+  view_ = view_of<void>(static_cast<std::byte*>(memory_) + header, dtype, layout, sizes[0], sizes[bnhd ? 1 : 2],
+                        sizes[bnhd ? 2 : 1], sizes[3]);
 }
 
 MappedOutput::~MappedOutput() {
@@ -67,7 +69,8 @@ MappedOutput::~MappedOutput() {
 }
 
 void MappedOutput::flush() const {
-  if (::msync(memory_, bytes_, MS_SYNC) != 0) throw IoError(fmt::format("cannot write results: {}", std::strerror(errno)));
+  if (::msync(memory_, bytes_, MS_SYNC) != 0)
+    throw IoError(fmt::format("cannot write results: {}", std::strerror(errno)));
 }
 
 void MappedOutput::publish(const std::string& path) {

@@ -16,7 +16,9 @@
 namespace longspan::cli {
 namespace {
 
-std::size_t row_bytes(const ConstTensorView& view) { return static_cast<std::size_t>(view.columns() * size_of(view.dtype)); }
+std::size_t row_bytes(const ConstTensorView& view) {
+  return static_cast<std::size_t>(view.columns() * size_of(view.dtype));
+}
 const std::byte* row_at(const ConstTensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head) {
   return static_cast<const std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype);
 }
@@ -84,7 +86,8 @@ double tolerance(DType dtype) {
 
 Json describe_report(const RingReport& report, double seconds) {
   Json events = Json::array();
-  for (const RingEvent& event : report.events) events.push_back({{"name", event.name}, {"begin", event.begin}, {"end", event.end}});
+  for (const RingEvent& event : report.events)
+    events.push_back({{"name", event.name}, {"begin", event.begin}, {"end", event.end}});
   return {{"bytes_received", report.bytes_received},
           {"bytes_sent", report.bytes_sent},
           {"messages_received", report.messages_received},
@@ -110,7 +113,8 @@ ConstTensorView RingInputs::file(std::size_t index) const {
   std::vector<std::int64_t> shape = array.header.shape;
   if (shape.size() == 3) shape.insert(shape.begin(), 1);
   const bool bnhd = layout == Layout::bnhd;
-  return view_of<const void>(array.data, array.header.dtype, layout, shape[0], shape[bnhd ? 1 : 2], shape[bnhd ? 2 : 1], shape[3]);
+  return view_of<const void>(array.data, array.header.dtype, layout, shape[0], shape[bnhd ? 1 : 2], shape[bnhd ? 2 : 1],
+                             shape[3]);
 }
 
 Tensor RingInputs::rows(std::size_t index, std::span<const RowRange> ranges) const {
@@ -125,8 +129,8 @@ Tensor RingInputs::rows(std::size_t index, std::span<const RowRange> ranges) con
     for_each_position(ranges, [&](std::int64_t row, std::int64_t position) {
       for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
         for (std::int64_t head = 0; head < heads; ++head) {
-          std::memcpy(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), row_at(whole, entry, position, head),
-                      row_bytes(view));
+          std::memcpy(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype),
+                      row_at(whole, entry, position, head), row_bytes(view));
         }
       }
     });
@@ -137,8 +141,9 @@ Tensor RingInputs::rows(std::size_t index, std::span<const RowRange> ranges) con
   for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
     std::int64_t row = 0;
     for (const RowRange& range : ranges) {
-      fill_normal(static_cast<std::byte*>(view.data) + view.offset(entry, row, 0) * size_of(view.dtype), problem.dtype, range.count * row_elements, seed,
-                  static_cast<std::uint32_t>(index), (entry * problem.tokens + range.start) * row_elements);
+      fill_normal(static_cast<std::byte*>(view.data) + view.offset(entry, row, 0) * size_of(view.dtype), problem.dtype,
+                  range.count * row_elements, seed, static_cast<std::uint32_t>(index),
+                  (entry * problem.tokens + range.start) * row_elements);
       row += range.count;
     }
   }
@@ -149,7 +154,9 @@ const OneDevice::Results& OneDevice::results() {
   std::call_once(once_, [&] {
     const Problem& p = inputs_.problem;
     const RowRange all{0, p.tokens};
-    const auto make = [&](const char* name, std::int64_t heads) { return Tensor(name, p.dtype, Layout::bnhd, p.batch, p.tokens, heads, p.head_dim); };
+    const auto make = [&](const char* name, std::int64_t heads) {
+      return Tensor(name, p.dtype, Layout::bnhd, p.batch, p.tokens, heads, p.head_dim);
+    };
     Results& r = results_.emplace();
     r.q = inputs_.rows(0, {&all, 1});
     r.k = inputs_.rows(1, {&all, 1});
@@ -166,18 +173,22 @@ const OneDevice::Results& OneDevice::results() {
     r.dq = make("dq", p.heads);
     r.dk = make("dk", p.kv_heads);
     r.dv = make("dv", p.kv_heads);
-    attention.backward(r.q.view(), r.k.view(), r.v.view(), r.out.view(), r.lse.view(), r.dout.view(), r.dq.view(), r.dk.view(), r.dv.view(), call);
+    attention.backward(r.q.view(), r.k.view(), r.v.view(), r.out.view(), r.lse.view(), r.dout.view(), r.dq.view(),
+                       r.dk.view(), r.dv.view(), call);
   });
   return *results_;
 }
 
-Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std::shared_ptr<Communicator>& communicator, OneDevice& whole) {
+Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std::shared_ptr<Communicator>& communicator,
+              OneDevice& whole) {
   const int rank = communicator ? communicator->rank() : 0;
   const Problem& p = inputs.problem;
   const auto ranges = settings.shards.ranges(rank);
   const std::int64_t rows = settings.shards.rows(rank);
   const Tensor q = inputs.rows(0, ranges), k = inputs.rows(1, ranges), v = inputs.rows(2, ranges);
-  const auto make = [&](const char* name, std::int64_t heads) { return Tensor(name, p.dtype, Layout::bnhd, p.batch, rows, heads, p.head_dim); };
+  const auto make = [&](const char* name, std::int64_t heads) {
+    return Tensor(name, p.dtype, Layout::bnhd, p.batch, rows, heads, p.head_dim);
+  };
   const Tensor out = make("out", p.heads);
   const Tensor lse = Tensor::lse("lse", p.batch, rows, p.heads, p.dtype == DType::f64 ? DType::f64 : DType::f32);
   Call call;
@@ -190,7 +201,10 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
 
   const auto plan = ring.plan(q.view(), k.view(), call);
   const ExchangePlan exchange(*plan, settings.shards, rank);
-  Json json = {{"rank", rank}, {"rows", rows}, {"planned_bytes_received", exchange.bytes_received()}, {"planned_bytes_sent", exchange.bytes_sent()}};
+  Json json = {{"rank", rank},
+               {"rows", rows},
+               {"planned_bytes_received", exchange.bytes_received()},
+               {"planned_bytes_sent", exchange.bytes_sent()}};
   std::vector<double> seconds;
   RingHalo halo;
   for (int i = 0; i < settings.repeat; ++i) {
@@ -209,8 +223,8 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
     std::vector<double> backward_seconds;
     for (int i = 0; i < settings.repeat; ++i) {
       together();
-      ring.backward(q.view(), k.view(), v.view(), out.view(), lse.view(), dout.view(), gradients[0].view(), gradients[1].view(), gradients[2].view(), call,
-                    &halo);
+      ring.backward(q.view(), k.view(), v.view(), out.view(), lse.view(), dout.view(), gradients[0].view(),
+                    gradients[1].view(), gradients[2].view(), call, &halo);
       backward_seconds.push_back(ring.report().total_seconds);
     }
     json["backward"] = describe_report(ring.report(), median(backward_seconds));
@@ -221,12 +235,14 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
 
   if (settings.verify) {
     const OneDevice::Results& want = whole.results();
-    const Difference of_out = compare(out.view(), want.out.view(), ranges), of_lse = compare(lse.view(), want.lse.view(), ranges);
+    const Difference of_out = compare(out.view(), want.out.view(), ranges),
+                     of_lse = compare(lse.view(), want.lse.view(), ranges);
     const bool bits = of_out.same_bits && of_lse.same_bits;
     double error = std::max(of_out.error, of_lse.error), gradient_error = 0;
     if (settings.backward) {
       const Tensor* expected[] = {&want.dq, &want.dk, &want.dv};
-      for (std::size_t i = 0; i < 3; ++i) gradient_error = std::max(gradient_error, compare(gradients[i].view(), expected[i]->view(), ranges).error);
+      for (std::size_t i = 0; i < 3; ++i)
+        gradient_error = std::max(gradient_error, compare(gradients[i].view(), expected[i]->view(), ranges).error);
       json["gradient_error"] = gradient_error;
     }
     const bool in_rounds = forward["rounds"].get<std::int64_t>() > 0;
@@ -242,7 +258,8 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
       for_each_position(ranges, [&](std::int64_t row, std::int64_t position) {
         for (std::int64_t entry = 0; entry < p.batch; ++entry) {
           for (std::int64_t head = 0; head < p.heads; ++head) {
-            std::memcpy(static_cast<std::byte*>(file.view().data) + file.view().offset(entry, position, head) * size_of(p.dtype),
+            std::memcpy(static_cast<std::byte*>(file.view().data) +
+                            file.view().offset(entry, position, head) * size_of(p.dtype),
                         row_at(out.view(), entry, row, head), row_bytes(out.view()));
           }
         }

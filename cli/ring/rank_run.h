@@ -55,6 +55,7 @@ class OneDevice {
 };
 
 /// Runs the rank and returns its report. No communicator: a ring of one.
-Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std::shared_ptr<Communicator>& communicator, OneDevice& whole);
+Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std::shared_ptr<Communicator>& communicator,
+              OneDevice& whole);
 
 }  // namespace longspan::cli

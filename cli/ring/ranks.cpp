@@ -30,7 +30,8 @@ void to_first(Communicator& communicator, const void* data, std::size_t bytes, s
 
 }  // namespace
 
-std::vector<std::string> gather(Communicator& communicator, const std::string& text, std::chrono::milliseconds deadline) {
+std::vector<std::string> gather(Communicator& communicator, const std::string& text,
+                                std::chrono::milliseconds deadline) {
   std::vector<std::string> texts(communicator.rank() == 0 ? static_cast<std::size_t>(communicator.size()) : 0);
   std::vector<std::string> sizes(texts.size(), std::string(sizeof(std::uint64_t), '\0'));
   const std::uint64_t size = text.size();

@@ -42,8 +42,8 @@ class LONGSPAN_API Communicator {
   /// Returns when every message of the exchange has arrived and left. Throws CommError, naming a rank, if one fails or
   /// the deadline passes.
   virtual void wait(Deadline deadline) = 0;
-  /// Gives the exchange up: afterwards nobody reads or writes its buffers (but see keeps_buffers), and the communicator is
-  /// of no more use.
+  /// Gives the exchange up: afterwards nobody reads or writes its buffers (but see keeps_buffers), and the communicator
+  /// is of no more use.
   virtual void abort() noexcept = 0;
   /// Whether buffers may still be written after abort(). Whoever made them then keeps them until the process ends.
   virtual bool keeps_buffers() const { return false; }
@@ -63,15 +63,16 @@ class LONGSPAN_API Communicator {
 struct LocalFault {
   enum class Kind { delay, lose, duplicate, corrupt, die, stall };
   Kind kind = Kind::delay;
-  int rank = 0;       ///< who misbehaves: the sender of a message, or the rank that dies (throws) or stalls (stays silent)
-  int peer = -1;      ///< to whom; -1: to everybody
-  int exchange = -1;  ///< the how-manieth exchange of that rank, from 0; -1: every one
+  int rank = 0;   ///< who misbehaves: the sender of a message, or the rank that dies (throws) or stalls (stays silent)
+  int peer = -1;  ///< to whom; -1: to everybody
+  int exchange = -1;                   ///< the how-manieth exchange of that rank, from 0; -1: every one
   std::chrono::milliseconds time{50};  ///< delay and stall
 };
 
 /// Ranks of one process, one per calling thread; rank p is element p. Messages are copied once, from buffer to buffer.
 /// A nonzero `shuffle` delivers messages in an order drawn from it.
-LONGSPAN_API std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults = {}, std::uint64_t shuffle = 0);
+LONGSPAN_API std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults = {},
+                                                                   std::uint64_t shuffle = 0);
 
 /// The ranks of MPI_COMM_WORLD (a duplicate of it). Initialises MPI if nobody has. Throws Unsupported where the library
 /// was built without MPI. After a failure MPI is not finalised: its pending messages may never complete.

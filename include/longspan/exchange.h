@@ -53,7 +53,7 @@ struct ExchangeRun {
 struct ExchangePeer {
   int rank = 0;
   std::vector<ExchangeRun> send, receive;
-  std::int64_t send_pairs = 0;     ///< (row, key/value head) pairs
+  std::int64_t send_pairs = 0;  ///< (row, key/value head) pairs
   std::int64_t receive_pairs = 0;
 };
 
@@ -77,7 +77,8 @@ class LONGSPAN_API ExchangePlan {
   std::int64_t gradient_bytes_per_pair() const { return gradient_bytes_per_pair_; }
   /// What this rank would receive if all of K and V went around a ring.
   std::int64_t naive_ring_bytes() const { return naive_ring_bytes_; }
-  /// What it would receive if every branch longer than its shard gathered its strands from all ranks, as torchscale does.
+  /// What it would receive if every branch longer than its shard gathered its strands from all ranks, as torchscale
+  /// does.
   std::int64_t all_gather_bytes() const { return all_gather_bytes_; }
   /// For each branch: positions of this rank whose queries need no remote row in it, as one range within each of the
   /// rank's ranges (same order; count 0 if there is none).
@@ -97,7 +98,8 @@ class LONGSPAN_API ExchangePlan {
 };
 
 /// The runs of a message whose positions lie in [begin, end), with offsets of their own. Cuts a message into rounds.
-LONGSPAN_API std::vector<ExchangeRun> clip_runs(std::span<const ExchangeRun> runs, std::int64_t begin, std::int64_t end);
+LONGSPAN_API std::vector<ExchangeRun> clip_runs(std::span<const ExchangeRun> runs, std::int64_t begin,
+                                                std::int64_t end);
 LONGSPAN_API std::int64_t pairs_of(std::span<const ExchangeRun> runs);
 
 }  // namespace longspan

@@ -16,8 +16,8 @@ namespace longspan {
 struct RingOptions {
   /// How long one exchange may take. Whoever is missing by then is named in a CommError.
   std::chrono::milliseconds deadline{60000};
-  /// Most bytes of remote rows that a rank holds at a time; 0: all it needs. Beyond it the exchange runs in rounds, whose
-  /// results agree to rounding instead of to the bit. The same on all ranks.
+  /// Most bytes of remote rows that a rank holds at a time; 0: all it needs. Beyond it the exchange runs in rounds,
+  /// whose results agree to rounding instead of to the bit. The same on all ranks.
   std::size_t halo_limit_bytes = 0;
   /// Whether messages are checked for changes on their way.
   bool checksums = true;
@@ -36,9 +36,9 @@ struct RingReport {
   std::int64_t messages_sent = 0;
   std::int64_t messages_received = 0;
   std::int64_t header_bytes_sent = 0;
-  std::int64_t halo_bytes = 0;  ///< most memory that remote rows (and their gradients) took at a time
-  std::int64_t rounds = 0;      ///< 0: the whole halo in one exchange
-  double waited_seconds = 0;    ///< in which nothing was computed, because messages were on their way
+  std::int64_t halo_bytes = 0;    ///< most memory that remote rows (and their gradients) took at a time
+  std::int64_t rounds = 0;        ///< 0: the whole halo in one exchange
+  double waited_seconds = 0;      ///< in which nothing was computed, because messages were on their way
   double overlapped_seconds = 0;  ///< of work while messages were on their way
   double total_seconds = 0;
   std::vector<RingEvent> events;
@@ -57,8 +57,8 @@ class LONGSPAN_API RingHalo {
   std::shared_ptr<Data> data_;
 };
 
-/// One rank of a ring. q, k, v and all results are this rank's rows, in the order of its shard; key_mask and lengths are
-/// those of the whole sequence. Every rank makes the same calls in the same order, each from one thread.
+/// One rank of a ring. q, k, v and all results are this rank's rows, in the order of its shard; key_mask and lengths
+/// are those of the whole sequence. Every rank makes the same calls in the same order, each from one thread.
 class LONGSPAN_API Ring {
  public:
   /// A ring of one needs no communicator. Throws InvalidArgument if the communicator has another size than the shards.
@@ -70,9 +70,10 @@ class LONGSPAN_API Ring {
   void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
                const TensorView& lse = {}, const Call& call = {}, RingHalo* keep = nullptr);
   /// As Attention::backward. Without a halo (or with an empty one) remote rows are fetched again.
-  void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const ConstTensorView& out,
-                const ConstTensorView& lse, const ConstTensorView& dout, const TensorView& dq, const TensorView& dk,
-                const TensorView& dv, const Call& call = {}, const RingHalo* kept = nullptr);
+  void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
+                const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call = {},
+                const RingHalo* kept = nullptr);
 
   int rank() const;
   const Shards& shards() const;

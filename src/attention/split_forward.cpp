@@ -5,10 +5,17 @@
 
 namespace longspan {
 
-SplitForward::SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                           const TensorView& out, const TensorView& lse, const Call& call)
-    : plan_(attention.plan(Attention::problem(q, k, call))), kernel_(plan_->kernel(Pass::forward)), q_(q), k_(k), v_(v), out_(out), lse_(lse),
-      threads_(num_threads()), workspace_(possible() && q.rows() > 0 ? kernel_->workspace_bytes(*plan_, Pass::forward, threads_) : 0) {}
+SplitForward::SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
+                           const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call)
+    : plan_(attention.plan(Attention::problem(q, k, call))),
+      kernel_(plan_->kernel(Pass::forward)),
+      q_(q),
+      k_(k),
+      v_(v),
+      out_(out),
+      lse_(lse),
+      threads_(num_threads()),
+      workspace_(possible() && q.rows() > 0 ? kernel_->workspace_bytes(*plan_, Pass::forward, threads_) : 0) {}
 
 void SplitForward::run(const ForwardPart& part, const Call& call) const {
   if (q_.batch() == 0 || q_.rows() == 0) return;

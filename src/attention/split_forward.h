@@ -12,8 +12,8 @@ namespace longspan {
 /// Checked by the caller; all rows of keys are in pieces. CPU tensors.
 class SplitForward {
  public:
-  SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
-               const TensorView& lse, const Call& call);
+  SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+               const TensorView& out, const TensorView& lse, const Call& call);
   /// Whether the chosen kernel can.
   bool possible() const { return kernel_ && kernel_->runs_parts; }
   void run(const ForwardPart& part, const Call& call) const;

@@ -31,7 +31,8 @@ RowsByNeed split(const ExchangePlan& exchange, std::span<const RowRange> ranges)
   std::int64_t row = 0;
   const auto add = [](std::vector<RowsPart>& list, std::int64_t at, std::int64_t begin, std::int64_t end) {
     if (begin >= end) return;
-    if (!list.empty() && list.back().row + list.back().count() == at) list.back().positions.push_back({begin, end - begin});
+    if (!list.empty() && list.back().row + list.back().count() == at)
+      list.back().positions.push_back({begin, end - begin});
     else list.push_back({at, {{begin, end - begin}}});
   };
   for (std::size_t i = 0; i < ranges.size(); ++i) {
@@ -90,7 +91,8 @@ class ProgressShare {
   ProgressShare(const Call& call, std::int64_t rows) : call_(call), rows_(std::max<std::int64_t>(rows, 1)) {}
   void apply(Call& inner, std::int64_t rows) {
     if (!call_.progress) return;
-    const double begin = static_cast<double>(done_) / static_cast<double>(rows_), share = static_cast<double>(rows) / static_cast<double>(rows_);
+    const double begin = static_cast<double>(done_) / static_cast<double>(rows_),
+                 share = static_cast<double>(rows) / static_cast<double>(rows_);
     inner.progress = [this, begin, share](double fraction) { return call_.progress(begin + share * fraction); };
     done_ += rows;
   }
@@ -101,14 +103,17 @@ class ProgressShare {
 };
 
 /// Memory for what a forward exchanges, with the sends packed.
-Messages make_messages(const ExchangePlan& exchange, std::span<const RowRange> ranges, const ConstTensorView& k, const ConstTensorView& v) {
+Messages make_messages(const ExchangePlan& exchange, std::span<const RowRange> ranges, const ConstTensorView& k,
+                       const ConstTensorView& v) {
   Messages messages;
   for (const ExchangePeer& peer : exchange.peers()) {
     if (peer.send_pairs > 0) {
       messages.sends.emplace_back(peer.rank, static_cast<std::size_t>(peer.send_pairs * exchange.bytes_per_pair()));
       pack(messages.sends.back().payload(), peer.send, ranges, k, v);
     }
-    if (peer.receive_pairs > 0) messages.receives.emplace_back(peer.rank, static_cast<std::size_t>(peer.receive_pairs * exchange.bytes_per_pair()));
+    if (peer.receive_pairs > 0)
+      messages.receives.emplace_back(peer.rank,
+                                     static_cast<std::size_t>(peer.receive_pairs * exchange.bytes_per_pair()));
   }
   return messages;
 }
@@ -118,10 +123,13 @@ Messages make_returns(const ExchangePlan& exchange) {
   Messages messages;
   for (const ExchangePeer& peer : exchange.peers()) {
     if (peer.receive_pairs > 0) {
-      messages.sends.emplace_back(peer.rank, static_cast<std::size_t>(peer.receive_pairs * exchange.gradient_bytes_per_pair()));
+      messages.sends.emplace_back(peer.rank,
+                                  static_cast<std::size_t>(peer.receive_pairs * exchange.gradient_bytes_per_pair()));
       std::memset(messages.sends.back().payload(), 0, messages.sends.back().bytes());
     }
-    if (peer.send_pairs > 0) messages.receives.emplace_back(peer.rank, static_cast<std::size_t>(peer.send_pairs * exchange.gradient_bytes_per_pair()));
+    if (peer.send_pairs > 0)
+      messages.receives.emplace_back(peer.rank,
+                                     static_cast<std::size_t>(peer.send_pairs * exchange.gradient_bytes_per_pair()));
   }
   return messages;
 }
@@ -143,7 +151,9 @@ void check_kept(const ExchangePlan& exchange, std::span<const MessageBuffer> hal
     ++next;
   }
   if (!same || next != halo.size()) {
-    throw InvalidArgument("kept", "the halo was kept by a forward of another problem: pass the one of these inputs, or none to fetch it again");
+    throw InvalidArgument(
+        "kept",
+        "the halo was kept by a forward of another problem: pass the one of these inputs, or none to fetch it again");
   }
 }
 
@@ -153,15 +163,16 @@ void add_halo_pieces(std::vector<KeyPiece>& pieces, const ExchangePlan& exchange
   std::size_t next = 0;
   for (const ExchangePeer& peer : exchange.peers()) {
     if (peer.receive_pairs == 0) continue;
-    add_pieces(pieces, peer.receive, halo[next].payload(), gradients.empty() ? nullptr : gradients[next].payload(), k.batch(), k.columns(), k.dtype,
-               sum_dtype(k.dtype));
+    add_pieces(pieces, peer.receive, halo[next].payload(), gradients.empty() ? nullptr : gradients[next].payload(),
+               k.batch(), k.columns(), k.dtype, sum_dtype(k.dtype));
     ++next;
   }
 }
 
 }  // namespace
 
-void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call, RingHalo* keep) {
+void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t,
+                               const Call& call, RingHalo* keep) {
   RingClock clock(report);
   const ExchangePlan& exchange = *plan.exchange;
   const ConstTensorView k = shape_only(t.k, shards.tokens()), v = shape_only(t.v, shards.tokens());
@@ -183,8 +194,8 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
       inner.query_ranges = part.positions;
       inner.pieces = pieces;
       progress.apply(inner, part.count());
-      attention.forward(rows_of(t.q, part.row, part.count()), k, v, rows_of(t.out, part.row, part.count()), rows_of(t.lse, part.row, part.count()),
-                        inner);
+      attention.forward(rows_of(t.q, part.row, part.count()), k, v, rows_of(t.out, part.row, part.count()),
+                        rows_of(t.lse, part.row, part.count()), inner);
     }
   };
   // By branches where the kernel can stop between them, else by rows.
@@ -202,7 +213,8 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
     progress.apply(ranged, shards.rows(rank) / 2);
     clock.working("work with remote keys", false, [&] { by_branch.run({windows.remote, false, true}, ranged); });
   } else {
-    if (rows_in(parts.local) > 0) clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
+    if (rows_in(parts.local) > 0)
+      clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
     clock.waiting("wait", [&] { step.finish(); });
     add_halo_pieces(pieces, exchange, messages.receives, {}, t.k);
     if (rows_in(parts.remote) > 0) clock.working("rows with remote keys", false, [&] { attend(parts.remote); });
@@ -210,7 +222,8 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
   if (keep) keep->data_ = std::make_shared<RingHalo::Data>(RingHalo::Data{rules.digest, std::move(messages.receives)});
 }
 
-void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t, const Call& call, const RingHalo* kept) {
+void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t,
+                                const Call& call, const RingHalo* kept) {
   RingClock clock(report);
   const ExchangePlan& exchange = *plan.exchange;
   const ConstTensorView k = shape_only(t.k, shards.tokens()), v = shape_only(t.v, shards.tokens());
@@ -254,11 +267,13 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
     messages.count(report);
     MessageStep step(*communicator, rules, "ring backward, exchange of rows");
     step.begin(messages.sends, messages.receives);
-    if (rows_in(parts.local) > 0) clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
+    if (rows_in(parts.local) > 0)
+      clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
     clock.waiting("wait", [&] { step.finish(); });
     fetched = std::move(messages.receives);
   }
-  const std::span<const MessageBuffer> halo = fetch ? std::span<const MessageBuffer>(fetched) : std::span<const MessageBuffer>(kept->data_->messages);
+  const std::span<const MessageBuffer> halo =
+      fetch ? std::span<const MessageBuffer>(fetched) : std::span<const MessageBuffer>(kept->data_->messages);
   Messages returns = make_returns(exchange);
   returns.count(report);
   report.halo_bytes = total_bytes(halo) + total_bytes(returns.sends);
@@ -270,7 +285,8 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
 
   MessageStep step(*communicator, rules, "ring backward, return of gradients");
   step.begin(returns.sends, returns.receives);
-  if (!fetch && rows_in(parts.local) > 0) clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
+  if (!fetch && rows_in(parts.local) > 0)
+    clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
   clock.waiting("wait", [&] { step.finish(); });
   clock.working("add gradients", false, [&] {
     // In the order of ranks, whatever the order of arrival.

@@ -13,9 +13,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x4C4F4E475350414Eu;  // "LONGSPAN"
 
-[[noreturn]] void disagree(int rank, std::string_view what) {
-  throw CommError(fmt::format("rank {} {}", rank, what));
-}
+[[noreturn]] void disagree(int rank, std::string_view what) { throw CommError(fmt::format("rank {} {}", rank, what)); }
 
 }  // namespace
 
@@ -56,7 +54,8 @@ void MessageStep::guarded(Action&& action) {
     action();
   } catch (const std::exception& error) {
     give_up();
-    const std::string message = fmt::format("{} (step {}) on rank {}: {}", name_, step_, communicator_.rank(), error.what());
+    const std::string message =
+        fmt::format("{} (step {}) on rank {}: {}", name_, step_, communicator_.rank(), error.what());
     communicator_.fail(message);
     throw CommError(message);
   }
@@ -65,7 +64,8 @@ void MessageStep::guarded(Action&& action) {
 MessageStep::MessageStep(Communicator& communicator, const MessageRules& rules, std::string name)
     : communicator_(communicator), rules_(rules), name_(std::move(name)) {
   if (!communicator.failure().empty()) {
-    throw CommError(fmt::format("{}: this communicator failed before: {}; make a new one", name_, communicator.failure()));
+    throw CommError(
+        fmt::format("{}: this communicator failed before: {}; make a new one", name_, communicator.failure()));
   }
   step_ = communicator.steps_++;
 }
@@ -81,8 +81,14 @@ void MessageStep::begin(std::span<const MessageBuffer> sends, std::span<const Me
   std::vector<SendBuffer> to;
   std::vector<ReceiveBuffer> from;
   for (const MessageBuffer& send : sends) {
-    send.header() = {kMagic, rules_.digest, step_, communicator_.rank(), send.peer(), send.bytes(),
-                     rules_.checksums ? checksum(send.payload(), send.bytes()) : 0, {}};
+    send.header() = {kMagic,
+                     rules_.digest,
+                     step_,
+                     communicator_.rank(),
+                     send.peer(),
+                     send.bytes(),
+                     rules_.checksums ? checksum(send.payload(), send.bytes()) : 0,
+                     {}};
     to.push_back({send.peer(), send.data(), send.whole_bytes()});
   }
   for (const MessageBuffer& receive : receives) {
@@ -101,13 +107,18 @@ void MessageStep::finish() {
     for (const MessageBuffer& receive : receives_) {
       const MessageHeader& header = receive.header();
       const int peer = receive.peer();
-      if (header.magic != kMagic || header.source != peer || header.target != communicator_.rank()) disagree(peer, "sent something that is no message");
+      if (header.magic != kMagic || header.source != peer || header.target != communicator_.rank())
+        disagree(peer, "sent something that is no message");
       if (header.digest != rules_.digest) {
-        disagree(peer, "computes something else: pattern, shapes, dtype, options, call data and shards must be the same on all ranks");
+        disagree(peer,
+                 "computes something else: pattern, shapes, dtype, options, call data and shards must be the same on "
+                 "all ranks");
       }
       if (header.step != step_) disagree(peer, fmt::format("is at step {}", header.step));
-      if (header.bytes != receive.bytes()) disagree(peer, fmt::format("sent {} bytes, {} were expected", header.bytes, receive.bytes()));
-      if (rules_.checksums && header.checksum != checksum(receive.payload(), receive.bytes())) disagree(peer, "sent a message that arrived changed");
+      if (header.bytes != receive.bytes())
+        disagree(peer, fmt::format("sent {} bytes, {} were expected", header.bytes, receive.bytes()));
+      if (rules_.checksums && header.checksum != checksum(receive.payload(), receive.bytes()))
+        disagree(peer, "sent a message that arrived changed");
     }
   });
   active_ = false;

@@ -31,7 +31,9 @@ std::uint64_t checksum(const std::byte* data, std::size_t bytes);
 class MessageBuffer {
  public:
   MessageBuffer(int peer, std::size_t payload_bytes)
-      : peer_(peer), bytes_(payload_bytes), memory_(std::make_shared<HostLease>(sizeof(MessageHeader) + payload_bytes)) {}
+      : peer_(peer),
+        bytes_(payload_bytes),
+        memory_(std::make_shared<HostLease>(sizeof(MessageHeader) + payload_bytes)) {}
   int peer() const { return peer_; }
   std::size_t bytes() const { return bytes_; }
   std::byte* payload() const { return memory_->data() + sizeof(MessageHeader); }
@@ -53,8 +55,8 @@ struct MessageRules {
   std::chrono::nanoseconds deadline{};
 };
 
-/// begin() and finish() of one exchange. What goes wrong becomes a CommError that names the step, and the communicator's
-/// failure.
+/// begin() and finish() of one exchange. What goes wrong becomes a CommError that names the step, and the
+/// communicator's failure.
 class MessageStep {
  public:
   MessageStep(Communicator& communicator, const MessageRules& rules, std::string name);

@@ -43,15 +43,18 @@ std::int64_t RingHalo::bytes() const {
 }
 
 Ring::Ring(Attention attention, std::shared_ptr<Communicator> communicator, Shards shards, RingOptions options)
-    : state_(std::make_unique<State>(State{std::move(attention), std::move(communicator), std::move(shards), options, 0, {}, {}})) {
+    : state_(std::make_unique<State>(
+          State{std::move(attention), std::move(communicator), std::move(shards), options, 0, {}, {}})) {
   const int ranks = state_->shards.ranks();
   if (!state_->communicator) {
-    if (ranks != 1) throw InvalidArgument("communicator", fmt::format("no communicator for {} ranks: only a ring of one needs none", ranks));
+    if (ranks != 1)
+      throw InvalidArgument("communicator",
+                            fmt::format("no communicator for {} ranks: only a ring of one needs none", ranks));
     return;
   }
   if (state_->communicator->size() != ranks) {
-    throw InvalidArgument("shards", fmt::format("shards for {} ranks and a communicator of {}: they must be equal", ranks,
-                                                state_->communicator->size()));
+    throw InvalidArgument("shards", fmt::format("shards for {} ranks and a communicator of {}: they must be equal",
+                                                ranks, state_->communicator->size()));
   }
   state_->rank = state_->communicator->rank();
 }
@@ -81,7 +84,9 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
   made->plan = attention.plan(whole);
   for (const BranchPlan& branch : made->plan->branches()) {
     if (branch.adaptive_density > 0) {
-      throw Unsupported("adaptive block masks over a ring: they are chosen from the whole sequence, which no rank has; give the mask itself");
+      throw Unsupported(
+          "adaptive block masks over a ring: they are chosen from the whole sequence, which no rank has; give the mask "
+          "itself");
     }
   }
   const auto of_rank = [&](int one) { return std::make_shared<const ExchangePlan>(*made->plan, shards, one); };
@@ -89,7 +94,8 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
     // Whether rounds are needed is a question of the fullest rank, so that all answer alike.
     for (int one = 0; one < shards.ranks(); ++one) {
       made->all.push_back(of_rank(one));
-      if (made->all.back()->bytes_received() > static_cast<std::int64_t>(options.halo_limit_bytes)) made->in_rounds = true;
+      if (made->all.back()->bytes_received() > static_cast<std::int64_t>(options.halo_limit_bytes))
+        made->in_rounds = true;
     }
     made->exchange = made->all[static_cast<std::size_t>(rank)];
     if (!made->in_rounds) made->all.clear();
@@ -107,22 +113,24 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
   Hasher hasher;
   hasher.add(std::string_view(version()));
   hasher.add(std::string_view(attention.pattern().to_string()));
-  for (const bool flag : {chosen.causal, chosen.detached_mix, problem.has_lengths, problem.has_key_mask, problem.has_alibi, options.checksums,
-                          call.dlse.given(), pass == Pass::backward, fetch}) {
+  for (const bool flag : {chosen.causal, chosen.detached_mix, problem.has_lengths, problem.has_key_mask,
+                          problem.has_alibi, options.checksums, call.dlse.given(), pass == Pass::backward, fetch}) {
     hasher.add(std::uint64_t{flag});
   }
   hasher.add(plan.plan->scale());
   hasher.add(plan.plan->output_scale());
   hasher.add(chosen.dropout);
-  for (const std::int64_t number : {static_cast<std::int64_t>(problem.dtype), problem.batch, problem.tokens, problem.heads, problem.kv_heads,
-                                    problem.head_dim, static_cast<std::int64_t>(options.halo_limit_bytes)}) {
+  for (const std::int64_t number :
+       {static_cast<std::int64_t>(problem.dtype), problem.batch, problem.tokens, problem.heads, problem.kv_heads,
+        problem.head_dim, static_cast<std::int64_t>(options.halo_limit_bytes)}) {
     hasher.add(static_cast<std::uint64_t>(number));
   }
   if (chosen.dropout > 0) hasher.add(call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed);
   if (call.lengths.given()) {
     for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
-      hasher.add(static_cast<std::uint64_t>(call.lengths.dtype == DType::i64 ? *call.lengths.at<std::int64_t>(entry, 0, 0)
-                                                                             : *call.lengths.at<std::int32_t>(entry, 0, 0)));
+      hasher.add(static_cast<std::uint64_t>(call.lengths.dtype == DType::i64
+                                                ? *call.lengths.at<std::int64_t>(entry, 0, 0)
+                                                : *call.lengths.at<std::int32_t>(entry, 0, 0)));
     }
   }
   for (int one = 0; one < shards.ranks(); ++one) {
@@ -136,19 +144,23 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
 }
 
 void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& call) const {
-  if (!call.query_ranges.empty()) throw InvalidArgument("query_ranges", "query_ranges over a ring: the queries of a rank are its shard");
+  if (!call.query_ranges.empty())
+    throw InvalidArgument("query_ranges", "query_ranges over a ring: the queries of a rank are its shard");
   if (!call.pieces.empty()) throw InvalidArgument("pieces", "pieces over a ring: k and v are the rank's own rows");
-  if (call.workspace) throw InvalidArgument("workspace", "workspace over a ring: a rank makes several calls; leave it to the pool");
+  if (call.workspace)
+    throw InvalidArgument("workspace", "workspace over a ring: a rank makes several calls; leave it to the pool");
   for (const auto& [name, view] : {std::pair<const char*, const ConstTensorView&>{"q", q}, {"k", k}}) {
     if (view.rows() != shards.rows(rank)) {
-      throw InvalidArgument(name, fmt::format("{} has {} rows: the shard of rank {} has {}", name, view.rows(), rank, shards.rows(rank)));
+      throw InvalidArgument(
+          name, fmt::format("{} has {} rows: the shard of rank {} has {}", name, view.rows(), rank, shards.rows(rank)));
     }
   }
-  if (q.device.type != DeviceType::cpu) throw Unsupported(fmt::format("a ring over tensors on {}: rings run on the CPU", to_string(q.device)));
+  if (q.device.type != DeviceType::cpu)
+    throw Unsupported(fmt::format("a ring over tensors on {}: rings run on the CPU", to_string(q.device)));
 }
 
-void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out, const TensorView& lse,
-                   const Call& call, RingHalo* keep) {
+void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
+                   const TensorView& lse, const Call& call, RingHalo* keep) {
   State& state = *state_;
   if (keep) keep->clear();
   if (state.shards.ranks() == 1) {
@@ -169,9 +181,10 @@ void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const Con
   else state.halo_forward(*plan, rules, tensors, call, keep);
 }
 
-void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const ConstTensorView& out,
-                    const ConstTensorView& lse, const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
-                    const Call& call, const RingHalo* kept) {
+void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                    const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
+                    const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call,
+                    const RingHalo* kept) {
   State& state = *state_;
   if (state.shards.ranks() == 1) {
     const RingClock clock(state.report);

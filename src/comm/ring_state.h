@@ -92,8 +92,10 @@ struct Ring::State {
   void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& call) const;
   std::span<const RowRange> ranges() const { return shards.ranges(rank); }
 
-  void halo_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call, RingHalo* keep);
-  void halo_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t, const Call& call, const RingHalo* kept);
+  void halo_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call,
+                    RingHalo* keep);
+  void halo_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t, const Call& call,
+                     const RingHalo* kept);
   void rounds_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call);
   void rounds_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t, const Call& call);
 };

@@ -1,6 +1,6 @@
 // The exchange in rounds, for halos that exceed their limit: a rotating ring. In round d a rank hears from the rank d
-// before it and talks to the rank d behind it, in parts that fit half the limit, so that one part is computed with while
-// the next travels. Partial results are kept in float32 and mixed by their softmax denominators.
+// before it and talks to the rank d behind it, in parts that fit half the limit, so that one part is computed with
+// while the next travels. Partial results are kept in float32 and mixed by their softmax denominators.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -48,7 +48,8 @@ struct Part {
 };
 
 /// Cuts a message by its owner's rows into equal shares until each fits.
-std::vector<Part> cut(int peer, std::span<const ExchangeRun> runs, std::span<const RowRange> owner, std::int64_t most_pairs) {
+std::vector<Part> cut(int peer, std::span<const ExchangeRun> runs, std::span<const RowRange> owner,
+                      std::int64_t most_pairs) {
   std::vector<Part> parts;
   const std::int64_t pairs = pairs_of(runs);
   if (pairs == 0) return parts;
@@ -75,7 +76,8 @@ struct RoundStep {
 
 std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int rank, std::size_t limit) {
   const int ranks = shards.ranks();
-  const std::int64_t most = std::max<std::int64_t>(1, static_cast<std::int64_t>(limit) / 2 / plan.exchange->bytes_per_pair());
+  const std::int64_t most =
+      std::max<std::int64_t>(1, static_cast<std::int64_t>(limit) / 2 / plan.exchange->bytes_per_pair());
   const auto parts_to = [&](int from, int to) {
     for (const ExchangePeer& peer : plan.all[static_cast<std::size_t>(from)]->peers()) {
       if (peer.rank == to) return cut(to, peer.send, shards.ranges(from), most);
@@ -103,7 +105,11 @@ std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int 
 class RoundMask {
  public:
   RoundMask(const ConstTensorView& callers, std::int64_t batch, std::int64_t tokens)
-      : callers_(callers), entries_(callers.given() ? batch : 1), batch_(batch), tokens_(tokens), memory_(static_cast<std::size_t>(entries_ * tokens)) {}
+      : callers_(callers),
+        entries_(callers.given() ? batch : 1),
+        batch_(batch),
+        tokens_(tokens),
+        memory_(static_cast<std::size_t>(entries_ * tokens)) {}
   ConstTensorView only(std::span<const RowRange> positions) {
     auto* const mask = reinterpret_cast<std::uint8_t*>(memory_.data());
     std::memset(mask, 0, static_cast<std::size_t>(entries_ * tokens_));
@@ -173,7 +179,8 @@ void sweep(const ConstTensorView& view, Body&& body) {
 
 /// (out, lse) becomes the mix of itself and a further part. Two empty parts stay empty.
 template <class Real>
-void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out, const ConstTensorView& more_lse) {
+void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out,
+         const ConstTensorView& more_lse) {
   sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
     Real& total = *lse.at<Real>(entry, row, head);
     const Real more = *more_lse.at<Real>(entry, row, head);
@@ -183,14 +190,16 @@ void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& mo
     const Real keep = std::exp(total - sum), add = std::exp(more - sum);
     Real* const target = out.at<Real>(entry, row, head);
     const Real* const source = more_out.at<Real>(entry, row, head);
-    for (std::int64_t column = 0; column < out.columns(); ++column) target[column] = keep * target[column] + add * source[column];
+    for (std::int64_t column = 0; column < out.columns(); ++column)
+      target[column] = keep * target[column] + add * source[column];
     total = sum;
   });
 }
 
 /// Zero keys of score 0 (pad_keys) join every row that has some.
 template <class Real>
-void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> ranges, const TensorView& out, const TensorView& lse) {
+void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> ranges, const TensorView& out,
+                 const TensorView& lse) {
   sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
     std::int64_t position = 0, before = 0;
     for (const RowRange& range : ranges) {
@@ -203,13 +212,16 @@ void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> r
     const std::int64_t length = rows_of_entry(call.lengths, entry, plan.problem().tokens);
     Real padding = 0;
     for (const BranchPlan& branch : plan.branches()) {
-      if (position >= length || !branch.owns(head) || !branch.active(length) || !branch.covers(head, position)) continue;
-      padding += static_cast<Real>(branch.padding(branch.strand(head, position / branch.segment, length), length, plan.options().causal));
+      if (position >= length || !branch.owns(head) || !branch.active(length) || !branch.covers(head, position))
+        continue;
+      padding += static_cast<Real>(
+          branch.padding(branch.strand(head, position / branch.segment, length), length, plan.options().causal));
     }
     if (padding == 0) return;
     Real& total = *lse.at<Real>(entry, row, head);
     const Real more = std::log(padding), largest = std::max(total, more);
-    const Real sum = largest + std::log(std::exp(total - largest) + std::exp(more - largest)), keep = std::exp(total - sum);
+    const Real sum = largest + std::log(std::exp(total - largest) + std::exp(more - largest)),
+               keep = std::exp(total - sum);
     Real* const target = out.at<Real>(entry, row, head);
     for (std::int64_t column = 0; column < out.columns(); ++column) target[column] *= keep;
     total = sum;
@@ -228,14 +240,20 @@ void add(const TensorView& target, const ConstTensorView& source) {
 /// Steps of a call, each fetched while the one before is computed with.
 class Rounds {
  public:
-  Rounds(Communicator& communicator, const MessageRules& rules, RingReport& report, RingClock& clock, const RingPlan& plan, std::string name)
-      : communicator_(communicator), rules_(rules), report_(report), clock_(clock), plan_(plan), name_(std::move(name)) {}
+  Rounds(Communicator& communicator, const MessageRules& rules, RingReport& report, RingClock& clock,
+         const RingPlan& plan, std::string name)
+      : communicator_(communicator),
+        rules_(rules),
+        report_(report),
+        clock_(clock),
+        plan_(plan),
+        name_(std::move(name)) {}
 
-  /// compute(step, message): message is null where nothing was received. settle(step, index) follows it, and may exchange
-  /// messages of its own; null if there is nothing to settle.
+  /// compute(step, message): message is null where nothing was received. settle(step, index) follows it, and may
+  /// exchange messages of its own; null if there is nothing to settle.
   template <class Local, class Compute, class Settle>
-  void run(std::span<const RoundStep> steps, std::span<const RowRange> ranges, const ConstTensorView& k, const ConstTensorView& v, Local&& local,
-           Compute&& compute, Settle&& settle) {
+  void run(std::span<const RoundStep> steps, std::span<const RowRange> ranges, const ConstTensorView& k,
+           const ConstTensorView& v, Local&& local, Compute&& compute, Settle&& settle) {
     report_.rounds = static_cast<std::int64_t>(steps.size());
     begin(steps, 0, ranges, k, v);
     clock_.working("own keys", !steps.empty(), local);
@@ -245,7 +263,8 @@ class Rounds {
       arrived.sends.clear();
       begin(steps, i + 1, ranges, k, v);
       report_.halo_bytes = std::max(report_.halo_bytes, bytes(arrived.receives) + bytes(messages_.receives));
-      clock_.working("keys of a round", i + 1 < steps.size(), [&] { compute(steps[i], arrived.receives.empty() ? nullptr : arrived.receives.data()); });
+      clock_.working("keys of a round", i + 1 < steps.size(),
+                     [&] { compute(steps[i], arrived.receives.empty() ? nullptr : arrived.receives.data()); });
       if constexpr (!std::is_same_v<std::remove_cvref_t<Settle>, std::nullptr_t>) {
         arrived.receives.clear();
         finish();  // one exchange at a time
@@ -265,10 +284,13 @@ class Rounds {
     for (const MessageBuffer& buffer : buffers) sum += static_cast<std::int64_t>(buffer.bytes());
     return sum;
   }
-  void begin(std::span<const RoundStep> steps, std::size_t index, std::span<const RowRange> ranges, const ConstTensorView& k, const ConstTensorView& v) {
+  void begin(std::span<const RoundStep> steps, std::size_t index, std::span<const RowRange> ranges,
+             const ConstTensorView& k, const ConstTensorView& v) {
     messages_ = {};
     if (index >= steps.size()) return;
-    const auto size = [&](const Part& part) { return static_cast<std::size_t>(pairs_of(part.runs) * plan_.exchange->bytes_per_pair()); };
+    const auto size = [&](const Part& part) {
+      return static_cast<std::size_t>(pairs_of(part.runs) * plan_.exchange->bytes_per_pair());
+    };
     const RoundStep& step = steps[index];
     if (step.send) {
       messages_.sends.emplace_back(step.send->peer, size(*step.send));
@@ -293,14 +315,16 @@ class Rounds {
 /// The attention of one part: without pad keys, which are counted once at the end.
 Attention part_attention(const Attention& whole) {
   if (whole.options().detached_mix) {
-    throw Unsupported("detached_mix over a ring in rounds: a branch's own result needs all its keys at once; raise halo_limit_bytes");
+    throw Unsupported(
+        "detached_mix over a ring in rounds: a branch's own result needs all its keys at once; raise halo_limit_bytes");
   }
   return Attention(whole.pattern().with_pad_keys(false), whole.options());
 }
 
 }  // namespace
 
-void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call) {
+void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t,
+                                 const Call& call) {
   RingClock clock(report);
   const Attention part = part_attention(attention);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring forward"); });
@@ -310,18 +334,21 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   const PoolTensor out(t.q, sums), more_out(t.q, sums);
   const HostLease lse_memory(static_cast<std::size_t>(2 * t.q.batch() * t.q.heads() * t.q.rows() * size_of(sums)));
   const auto lse_at = [&](std::int64_t index) {
-    return TensorView::lse(lse_memory.data() + index * t.q.batch() * t.q.heads() * t.q.rows() * size_of(sums), t.q.batch(), t.q.rows(), t.q.heads(), {}, sums);
+    return TensorView::lse(lse_memory.data() + index * t.q.batch() * t.q.heads() * t.q.rows() * size_of(sums),
+                           t.q.batch(), t.q.rows(), t.q.heads(), {}, sums);
   };
   const TensorView lse = lse_at(0), more_lse = lse_at(1);
   RoundMask mask(call.key_mask, t.q.batch(), shards.tokens());
-  const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to, const TensorView& to_lse) {
+  const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
+                          const TensorView& to_lse) {
     static constexpr RowRange kNone{};
     Call inner = call;
     inner.progress = nullptr;
     inner.query_ranges = ranges().empty() ? std::span(&kNone, 1) : ranges();
     inner.pieces = pieces;
     inner.key_mask = mask.only(positions);
-    part.forward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to, to_lse, inner);
+    part.forward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to, to_lse,
+                 inner);
   };
   const auto local = [&] {
     std::vector<KeyPiece> pieces;
@@ -329,13 +356,16 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
     attend(pieces, ranges(), out.view(), lse);
   };
   Rounds(*communicator, rules, report, clock, plan, "ring forward")
-      .run(steps, ranges(), t.k, t.v, local, [&](const RoundStep& step, const MessageBuffer* message) {
-        if (!message || step.receive->runs.empty()) return;
-        const RoundPieces received(*step.receive, *message, nullptr, t.k);
-        attend(received.pieces, step.receive->positions, more_out.view(), more_lse);
-        if (sums == DType::f64) mix<double>(out.view(), lse, more_out.view(), more_lse);
-        else mix<float>(out.view(), lse, more_out.view(), more_lse);
-      }, nullptr);
+      .run(
+          steps, ranges(), t.k, t.v, local,
+          [&](const RoundStep& step, const MessageBuffer* message) {
+            if (!message || step.receive->runs.empty()) return;
+            const RoundPieces received(*step.receive, *message, nullptr, t.k);
+            attend(received.pieces, step.receive->positions, more_out.view(), more_lse);
+            if (sums == DType::f64) mix<double>(out.view(), lse, more_out.view(), more_lse);
+            else mix<float>(out.view(), lse, more_out.view(), more_lse);
+          },
+          nullptr);
   if (attention.pattern().pad_keys()) {
     if (sums == DType::f64) mix_padding<double>(*plan.plan, call, ranges(), out.view(), lse);
     else mix_padding<float>(*plan.plan, call, ranges(), out.view(), lse);
@@ -344,7 +374,8 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   if (t.lse.given()) convert(t.lse, lse);
 }
 
-void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t, const Call& call) {
+void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t,
+                                  const Call& call) {
   RingClock clock(report);
   const Attention part = part_attention(attention);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring backward"); });
@@ -362,15 +393,17 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
     inner.query_ranges = ranges().empty() ? std::span(&kNone, 1) : ranges();
     inner.pieces = pieces;
     inner.key_mask = mask.only(positions);
-    part.backward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), out.view(), t.lse, dout.view(), to, {}, {},
-                  inner);
+    part.backward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), out.view(),
+                  t.lse, dout.view(), to, {}, {}, inner);
   };
   const auto local = [&] {
     std::vector<KeyPiece> pieces;
     add_own_pieces(pieces, ranges(), k.view(), v.view(), dk.view(), dv.view());
     attend(pieces, ranges(), dq.view());
   };
-  const auto gradient_bytes = [&](const Part& one) { return static_cast<std::size_t>(pairs_of(one.runs) * plan.exchange->gradient_bytes_per_pair()); };
+  const auto gradient_bytes = [&](const Part& one) {
+    return static_cast<std::size_t>(pairs_of(one.runs) * plan.exchange->gradient_bytes_per_pair());
+  };
   Messages home;  // gradients of one part at a time, which go back as soon as it is done
   const auto compute = [&](const RoundStep& step, const MessageBuffer* message) {
     home = {};
@@ -386,14 +419,17 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
   const auto send_back = [&](const RoundStep& step, std::size_t index) {
     if (step.send) home.receives.emplace_back(step.send->peer, gradient_bytes(*step.send));
     home.count(report);
-    MessageStep exchange(*communicator, rules, fmt::format("ring backward, gradients of round {} of {}", index + 1, steps.size()));
+    MessageStep exchange(*communicator, rules,
+                         fmt::format("ring backward, gradients of round {} of {}", index + 1, steps.size()));
     exchange.begin(home.sends, home.receives);
     clock.waiting("return gradients", [&] { exchange.finish(); });
     if (!step.send) return;
-    if (sums == DType::f64) add_gradients<double>(home.receives[0].payload(), step.send->runs, ranges(), dk.view(), dv.view());
+    if (sums == DType::f64)
+      add_gradients<double>(home.receives[0].payload(), step.send->runs, ranges(), dk.view(), dv.view());
     else add_gradients<float>(home.receives[0].payload(), step.send->runs, ranges(), dk.view(), dv.view());
   };
-  Rounds(*communicator, rules, report, clock, plan, "ring backward").run(steps, ranges(), t.k, t.v, local, compute, send_back);
+  Rounds(*communicator, rules, report, clock, plan, "ring backward")
+      .run(steps, ranges(), t.k, t.v, local, compute, send_back);
   convert(t.dq, dq.view());
   convert(t.dk, dk.view());
   convert(t.dv, dv.view());

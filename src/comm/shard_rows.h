@@ -43,7 +43,8 @@ inline std::int64_t row_of(std::span<const RowRange> ranges, std::int64_t positi
 }
 
 /// Where a run of a message lies: K (or its gradient), then V, each [batch, count, kv_heads, columns].
-inline TensorView run_view(std::byte* payload, const ExchangeRun& run, bool values, std::int64_t batch, std::int64_t columns, DType dtype) {
+inline TensorView run_view(std::byte* payload, const ExchangeRun& run, bool values, std::int64_t batch,
+                           std::int64_t columns, DType dtype) {
   const std::int64_t row_bytes = batch * columns * size_of(dtype);
   std::byte* const data = payload + (2 * run.offset + (values ? run.pairs() : 0)) * row_bytes;
   return TensorView::bnhd(data, dtype, batch, run.count, run.kv_heads, columns);
@@ -61,8 +62,8 @@ void for_each_row(const ExchangeRun& run, std::int64_t batch, Body&& body) {
 }
 
 /// Copies the rows of a message out of a shard's k and v.
-inline void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges, const ConstTensorView& k,
-                 const ConstTensorView& v) {
+inline void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
+                 const ConstTensorView& k, const ConstTensorView& v) {
   const std::size_t bytes = static_cast<std::size_t>(k.columns() * size_of(k.dtype));
   for (const ExchangeRun& run : runs) {
     for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
@@ -71,7 +72,9 @@ inline void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::spa
         const std::int64_t source = row_of(ranges, position);
         for (std::int64_t head = 0; head < run.kv_heads; ++head) {
           std::memcpy(static_cast<std::byte*>(target.data) + target.offset(entry, row, head) * size_of(k.dtype),
-                      static_cast<const std::byte*>(view.data) + view.offset(entry, source, run.kv_head + head) * size_of(k.dtype), bytes);
+                      static_cast<const std::byte*>(view.data) +
+                          view.offset(entry, source, run.kv_head + head) * size_of(k.dtype),
+                      bytes);
         }
       });
     }
@@ -80,8 +83,8 @@ inline void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::spa
 
 /// Adds the rows of a message of gradients to a shard's float32 (float64) sums.
 template <class Real>
-void add_gradients(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges, const TensorView& dk,
-                   const TensorView& dv) {
+void add_gradients(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
+                   const TensorView& dk, const TensorView& dv) {
   for (const ExchangeRun& run : runs) {
     for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
       const TensorView source = run_view(payload, run, values, dk.batch(), dk.columns(), dk.dtype);
@@ -98,11 +101,17 @@ void add_gradients(std::byte* payload, std::span<const ExchangeRun> runs, std::s
 }
 
 /// Adds the pieces of a message to a list; with gradients if there is memory for them.
-inline void add_pieces(std::vector<KeyPiece>& pieces, std::span<const ExchangeRun> runs, std::byte* payload, std::byte* gradients,
-                       std::int64_t batch, std::int64_t columns, DType dtype, DType gradient_dtype) {
+inline void add_pieces(std::vector<KeyPiece>& pieces, std::span<const ExchangeRun> runs, std::byte* payload,
+                       std::byte* gradients, std::int64_t batch, std::int64_t columns, DType dtype,
+                       DType gradient_dtype) {
   for (const ExchangeRun& run : runs) {
-    KeyPiece piece{run.first, run.step, run_view(payload, run, false, batch, columns, dtype), run_view(payload, run, true, batch, columns, dtype),
-                   run.kv_head, {}, {}};
+    KeyPiece piece{run.first,
+                   run.step,
+                   run_view(payload, run, false, batch, columns, dtype),
+                   run_view(payload, run, true, batch, columns, dtype),
+                   run.kv_head,
+                   {},
+                   {}};
     if (gradients) {
       piece.dk = run_view(gradients, run, false, batch, columns, gradient_dtype);
       piece.dv = run_view(gradients, run, true, batch, columns, gradient_dtype);
@@ -112,13 +121,13 @@ inline void add_pieces(std::vector<KeyPiece>& pieces, std::span<const ExchangeRu
 }
 
 /// Adds a shard's own rows to a list of pieces.
-inline void add_own_pieces(std::vector<KeyPiece>& pieces, std::span<const RowRange> ranges, const ConstTensorView& k, const ConstTensorView& v,
-                           const TensorView& dk = {}, const TensorView& dv = {}) {
+inline void add_own_pieces(std::vector<KeyPiece>& pieces, std::span<const RowRange> ranges, const ConstTensorView& k,
+                           const ConstTensorView& v, const TensorView& dk = {}, const TensorView& dv = {}) {
   std::int64_t row = 0;
   if (ranges.empty()) pieces.push_back({0, 1, k, v, 0, dk, dv});  // no rows, but a list that says so
   for (const RowRange& range : ranges) {
-    pieces.push_back({range.start, 1, rows_of(k, row, range.count), rows_of(v, row, range.count), 0, rows_of(dk, row, range.count),
-                      rows_of(dv, row, range.count)});
+    pieces.push_back({range.start, 1, rows_of(k, row, range.count), rows_of(v, row, range.count), 0,
+                      rows_of(dk, row, range.count), rows_of(dv, row, range.count)});
     row += range.count;
   }
 }
@@ -147,7 +156,9 @@ inline void clear(const TensorView& view) {
   const std::size_t bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
   parallel_for(num_threads(), view.batch() * view.rows(), {}, [&](int, std::int64_t item) {
     for (std::int64_t head = 0; head < view.heads(); ++head) {
-      std::memset(static_cast<std::byte*>(view.data) + view.offset(item / view.rows(), item % view.rows(), head) * size_of(view.dtype), 0, bytes);
+      std::memset(static_cast<std::byte*>(view.data) +
+                      view.offset(item / view.rows(), item % view.rows(), head) * size_of(view.dtype),
+                  0, bytes);
     }
   });
 }

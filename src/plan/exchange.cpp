@@ -25,15 +25,18 @@ StrandRows rows_in(const Strand& strand, const RowRange& range) {
 
 /// Calls body(begin, end) for runs of strand rows that queries [rows.begin, rows.end) of the strand attend to.
 template <class Body>
-void for_each_attended(const BranchPlan& branch, std::int64_t head, const Strand& strand, const StrandRows& rows, bool causal, Body&& body) {
+void for_each_attended(const BranchPlan& branch, std::int64_t head, const Strand& strand, const StrandRows& rows,
+                       bool causal, Body&& body) {
   if (!branch.mask) return body(std::int64_t{0}, causal ? rows.end : strand.count);
   const std::int64_t size = branch.mask->block_size();
-  std::vector<std::int64_t> ends(static_cast<std::size_t>((strand.count + size - 1) / size), 0);  // per key block; 0: not seen
+  std::vector<std::int64_t> ends(static_cast<std::size_t>((strand.count + size - 1) / size),
+                                 0);  // per key block; 0: not seen
   for (std::int64_t block_row = rows.begin / size; block_row * size < rows.end; ++block_row) {
     const std::int64_t last_query = std::min((block_row + 1) * size, rows.end);
     for (const std::int64_t column : branch.mask->row(head, block_row)) {
       if (column * size >= strand.count || (causal && column > block_row)) break;
-      const std::int64_t end = std::min((column + 1) * size, causal ? std::min(last_query, strand.count) : strand.count);
+      const std::int64_t end =
+          std::min((column + 1) * size, causal ? std::min(last_query, strand.count) : strand.count);
       ends[static_cast<std::size_t>(column)] = std::max(ends[static_cast<std::size_t>(column)], end);
     }
   }
@@ -55,7 +58,8 @@ std::vector<std::vector<Progression>> needed(const Plan& plan, const Shards& sha
   for (const BranchPlan& branch : plan.branches()) {
     if (!branch.active(tokens)) continue;
     for (const RowRange& range : shards.ranges(rank)) {
-      const std::int64_t first_segment = range.start / branch.segment, last_segment = (range.start + range.count - 1) / branch.segment;
+      const std::int64_t first_segment = range.start / branch.segment,
+                         last_segment = (range.start + range.count - 1) / branch.segment;
       // Segments between the first and the last lie within the range.
       for (const std::int64_t segment : std::set<std::int64_t>{first_segment, last_segment}) {
         const std::int64_t begin = segment * branch.segment, end = std::min(branch.segment, tokens - begin) + begin;
@@ -64,13 +68,14 @@ std::vector<std::vector<Progression>> needed(const Plan& plan, const Shards& sha
           const Strand strand = branch.strand(head, segment, tokens);
           const StrandRows queries = rows_in(strand, range);
           if (queries.begin == queries.end) continue;
-          for_each_attended(branch, head, strand, queries, plan.options().causal, [&](std::int64_t first, std::int64_t last) {
-            const Progression keys{strand.start + first * strand.stride, strand.stride, last - first};
-            for (const RowRange& theirs : shards.ranges(owner)) {
-              const Progression part = clip(keys, theirs.start, theirs.start + theirs.count);
-              if (part.count > 0) sets[static_cast<std::size_t>(head / group)].push_back(part);
-            }
-          });
+          for_each_attended(branch, head, strand, queries, plan.options().causal,
+                            [&](std::int64_t first, std::int64_t last) {
+                              const Progression keys{strand.start + first * strand.stride, strand.stride, last - first};
+                              for (const RowRange& theirs : shards.ranges(owner)) {
+                                const Progression part = clip(keys, theirs.start, theirs.start + theirs.count);
+                                if (part.count > 0) sets[static_cast<std::size_t>(head / group)].push_back(part);
+                              }
+                            });
         }
       }
     }
@@ -87,7 +92,8 @@ std::vector<ExchangeRun> message(std::vector<std::vector<Progression>> sets) {
     std::size_t next = head + 1;
     while (next < sets.size() && sets[next] == sets[head]) ++next;
     for (const Progression& rows : sets[head]) {
-      runs.push_back({static_cast<std::int64_t>(head), static_cast<std::int64_t>(next - head), rows.first, rows.step, rows.count, offset});
+      runs.push_back({static_cast<std::int64_t>(head), static_cast<std::int64_t>(next - head), rows.first, rows.step,
+                      rows.count, offset});
       offset += runs.back().pairs();
     }
     head = next;
@@ -110,11 +116,14 @@ std::int64_t gathered_pairs(const Plan& plan, const Shards& shards, int rank) {
       // Rows of [0, end) with this phase: whole segments, and what is left.
       const auto rows_before = [&](std::int64_t end) {
         const std::int64_t size = std::min(branch.segment, problem.tokens);
-        const auto in_segment = [&](std::int64_t rows) { return phase < rows ? (rows - phase - 1) / branch.dilation + 1 : 0; };
+        const auto in_segment = [&](std::int64_t rows) {
+          return phase < rows ? (rows - phase - 1) / branch.dilation + 1 : 0;
+        };
         return size == 0 ? 0 : end / size * in_segment(size) + in_segment(end % size);
       };
       pairs += rows_before(problem.tokens);
-      for (const RowRange& own : shards.ranges(rank)) pairs -= rows_before(own.start + own.count) - rows_before(own.start);
+      for (const RowRange& own : shards.ranges(rank))
+        pairs -= rows_before(own.start + own.count) - rows_before(own.start);
     }
   }
   return pairs;
@@ -143,10 +152,12 @@ std::vector<ExchangeRun> clip_runs(std::span<const ExchangeRun> runs, std::int64
 ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(std::move(shards)), rank_(rank) {
   const Problem& problem = plan.problem();
   if (shards_.tokens() != problem.tokens) {
-    throw InvalidArgument("shards", fmt::format("shards of {} tokens for a sequence of {}: they must be equal", shards_.tokens(), problem.tokens));
+    throw InvalidArgument("shards", fmt::format("shards of {} tokens for a sequence of {}: they must be equal",
+                                                shards_.tokens(), problem.tokens));
   }
   if (rank < 0 || rank >= shards_.ranks()) {
-    throw InvalidArgument("rank", fmt::format("rank {} of {}: ranks are 0 to {}", rank, shards_.ranks(), shards_.ranks() - 1));
+    throw InvalidArgument("rank",
+                          fmt::format("rank {} of {}: ranks are 0 to {}", rank, shards_.ranks(), shards_.ranks() - 1));
   }
   bytes_per_pair_ = 2 * problem.batch * problem.head_dim * size_of(problem.dtype);
   gradient_bytes_per_pair_ = 2 * problem.batch * problem.head_dim * (problem.dtype == DType::f64 ? 8 : 4);
@@ -172,7 +183,8 @@ ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(
           return first + std::min(branch.segment, problem.tokens - first);
         };
         if (begin % branch.segment != 0) begin = std::min(segment_end(begin), end);
-        if (!plan.options().causal && end > begin && segment_end(end - 1) > end) end = std::max(begin, (end - 1) / branch.segment * branch.segment);
+        if (!plan.options().causal && end > begin && segment_end(end - 1) > end)
+          end = std::max(begin, (end - 1) / branch.segment * branch.segment);
       }
       local.push_back({begin, end - begin});
     }
@@ -192,13 +204,14 @@ std::int64_t ExchangePlan::receive_pairs() const {
 }
 
 std::string ExchangePlan::to_string() const {
-  std::string text = fmt::format("rank {} of {}, {} of {} rows: receives {} bytes, sends {} (naive ring {}, all-gather {})\n", rank_,
-                                 shards_.ranks(), shards_.rows(rank_), shards_.tokens(), bytes_received(), bytes_sent(), naive_ring_bytes_,
-                                 all_gather_bytes_);
+  std::string text =
+      fmt::format("rank {} of {}, {} of {} rows: receives {} bytes, sends {} (naive ring {}, all-gather {})\n", rank_,
+                  shards_.ranks(), shards_.rows(rank_), shards_.tokens(), bytes_received(), bytes_sent(),
+                  naive_ring_bytes_, all_gather_bytes_);
   const auto list = [&](const char* direction, int peer, const std::vector<ExchangeRun>& runs) {
     for (const ExchangeRun& run : runs) {
-      text += fmt::format("  {} {}: heads {}..{}, rows {} + i * {}, {} of them\n", direction, peer, run.kv_head, run.kv_head + run.kv_heads - 1,
-                          run.first, run.step, run.count);
+      text += fmt::format("  {} {}: heads {}..{}, rows {} + i * {}, {} of them\n", direction, peer, run.kv_head,
+                          run.kv_head + run.kv_heads - 1, run.first, run.step, run.count);
     }
   };
   for (const ExchangePeer& peer : peers_) {

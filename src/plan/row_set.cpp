@@ -83,7 +83,8 @@ std::vector<Progression> disjoint_union(std::vector<Progression> rows) {
     }
     std::vector<std::int64_t> left;
     for (std::int64_t i = 0, row = run.first; i < run.count; ++i, row += run.step) {
-      if (std::none_of(met.begin(), met.end(), [&](const Progression& other) { return other.contains(row); })) left.push_back(row);
+      if (std::none_of(met.begin(), met.end(), [&](const Progression& other) { return other.contains(row); }))
+        left.push_back(row);
     }
     compress(left, result);
   }

@@ -32,14 +32,15 @@ void Shards::add_rank(std::span<const RowRange> ranges) {
 
 Shards Shards::contiguous(std::span<const std::int64_t> offsets) {
   if (offsets.size() < 2 || offsets.front() != 0) {
-    throw InvalidArgument("offsets", fmt::format("offsets are [{}]: give 0, the first row of each further rank, and the number of tokens",
-                                                 fmt::join(offsets, ", ")));
+    throw InvalidArgument(
+        "offsets", fmt::format("offsets are [{}]: give 0, the first row of each further rank, and the number of tokens",
+                               fmt::join(offsets, ", ")));
   }
   Shards shards;
   for (std::size_t rank = 0; rank + 1 < offsets.size(); ++rank) {
     if (offsets[rank + 1] < offsets[rank]) {
-      throw InvalidArgument("offsets", fmt::format("offsets[{}] is {} and offsets[{}] is {}: offsets ascend", rank, offsets[rank], rank + 1,
-                                                   offsets[rank + 1]));
+      throw InvalidArgument("offsets", fmt::format("offsets[{}] is {} and offsets[{}] is {}: offsets ascend", rank,
+                                                   offsets[rank], rank + 1, offsets[rank + 1]));
     }
     const RowRange range{offsets[rank], offsets[rank + 1] - offsets[rank]};
     shards.add_rank({&range, 1});
@@ -65,7 +66,8 @@ Shards Shards::zigzag(std::int64_t tokens, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) {
     RowRange ranges[] = {chunk(rank), chunk(chunks - 1 - rank)};
     // The middle two chunks touch: one range, so that segments across them count as whole.
-    if (ranges[0].start + ranges[0].count == ranges[1].start) ranges[0] = {ranges[0].start, ranges[0].count + std::exchange(ranges[1].count, 0)};
+    if (ranges[0].start + ranges[0].count == ranges[1].start)
+      ranges[0] = {ranges[0].start, ranges[0].count + std::exchange(ranges[1].count, 0)};
     shards.add_rank(ranges);
   }
   return shards;

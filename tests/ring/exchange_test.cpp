@@ -50,7 +50,9 @@ Pairs counted(const Plan& plan, const Shards& shards, int rank, int owner) {
             if (plan.options().causal && key > query) continue;
             if (branch.mask) {
               const std::int64_t size = branch.mask->block_size();
-              if (!branch.mask->active(head, query % branch.segment / branch.dilation / size, key % branch.segment / branch.dilation / size)) continue;
+              if (!branch.mask->active(head, query % branch.segment / branch.dilation / size,
+                                       key % branch.segment / branch.dilation / size))
+                continue;
             }
             if (owner_of(shards, key) == owner) pairs.insert({head / (problem.heads / problem.kv_heads), key});
           }
@@ -83,14 +85,17 @@ void expect_counted(const Plan& plan, const Shards& shards) {
     sent += exchange.bytes_sent();
     received += exchange.bytes_received();
     for (int other = 0; other < shards.ranks(); ++other) {
-      const auto peer = std::find_if(exchange.peers().begin(), exchange.peers().end(), [&](const auto& p) { return p.rank == other; });
+      const auto peer = std::find_if(exchange.peers().begin(), exchange.peers().end(),
+                                     [&](const auto& p) { return p.rank == other; });
       const bool there = peer != exchange.peers().end();
       if (other == rank) {
         EXPECT_FALSE(there);
         continue;
       }
-      EXPECT_EQ(there ? listed(peer->receive) : Pairs{}, counted(plan, shards, rank, other)) << plan.to_string() << exchange.to_string();
-      EXPECT_EQ(there ? listed(peer->send) : Pairs{}, counted(plan, shards, other, rank)) << plan.to_string() << exchange.to_string();
+      EXPECT_EQ(there ? listed(peer->receive) : Pairs{}, counted(plan, shards, rank, other))
+          << plan.to_string() << exchange.to_string();
+      EXPECT_EQ(there ? listed(peer->send) : Pairs{}, counted(plan, shards, other, rank))
+          << plan.to_string() << exchange.to_string();
     }
     // Queries in local ranges attend to nothing remote in that branch: asked of a plan of that branch alone.
     ASSERT_EQ(exchange.local_ranges().size(), plan.branches().size());
@@ -105,7 +110,8 @@ void expect_counted(const Plan& plan, const Shards& shards) {
         for (std::int64_t query = local.start; query < local.start + local.count; ++query) {
           const std::int64_t begin = query / branch.segment * branch.segment;
           EXPECT_GE(begin, whole.start);
-          const std::int64_t end = plan.options().causal ? query + 1 : begin + std::min(branch.segment, plan.problem().tokens - begin);
+          const std::int64_t end =
+              plan.options().causal ? query + 1 : begin + std::min(branch.segment, plan.problem().tokens - begin);
           EXPECT_LE(end, whole.start + whole.count);
         }
       }
@@ -141,9 +147,12 @@ TEST(RowSet, NestedStridesCostNothing) {
 
 TEST(Exchange, EqualsCountingPairs) {
   std::mt19937 random(11);
-  const auto draw = [&](std::int64_t low, std::int64_t high) { return low + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(high - low + 1)); };
+  const auto draw = [&](std::int64_t low, std::int64_t high) {
+    return low + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(high - low + 1));
+  };
   for (int trial = 0; trial < 150; ++trial) {
-    const std::int64_t tokens = draw(1, 90), branches = draw(1, 3), kv_heads = draw(1, 3), heads = kv_heads * draw(1, 2) * (branches > 2 ? 3 : 2);
+    const std::int64_t tokens = draw(1, 90), branches = draw(1, 3), kv_heads = draw(1, 3),
+                       heads = kv_heads * draw(1, 2) * (branches > 2 ? 3 : 2);
     std::vector<std::int64_t> segments, dilations;
     for (std::int64_t b = 0; b < branches; ++b) {
       segments.push_back(draw(1, 120));
@@ -189,7 +198,8 @@ TEST(Exchange, ClosedForms) {
           for (int rank = 0; rank < ranks; ++rank) {
             const ExchangePlan exchange(plan, Shards::even(kTokens, ranks), rank);
             const std::int64_t before = causal ? rank % shared : shared - 1;
-            EXPECT_EQ(exchange.receive_pairs(), 2 * before * rows / dilation) << plan.to_string() << exchange.to_string();
+            EXPECT_EQ(exchange.receive_pairs(), 2 * before * rows / dilation)
+                << plan.to_string() << exchange.to_string();
             EXPECT_EQ(exchange.peers().size(), static_cast<std::size_t>(shared - 1));
           }
         }
@@ -220,7 +230,8 @@ TEST(Exchange, OneMillionTokensOverEightRanks) {
 
 TEST(Exchange, BillionTokensAreListedAtOnce) {
   const std::int64_t tokens = std::int64_t{1} << 30;
-  const Plan plan = make_plan(Pattern::longnet({2048, 1 << 20, kWholeSequence}, {1, 512, tokens / 2048}), tokens, 4, 4, true);
+  const Plan plan =
+      make_plan(Pattern::longnet({2048, 1 << 20, kWholeSequence}, {1, 512, tokens / 2048}), tokens, 4, 4, true);
   const ExchangePlan exchange(plan, Shards::even(tokens, 64), 40);
   EXPECT_EQ(exchange.receive_pairs(), 4 * 40 * 32);
 }
@@ -230,7 +241,8 @@ TEST(Exchange, MessagesCutByPositionsKeepEveryRow) {
   const ExchangePlan exchange(plan, Shards::even(90, 3), 1);
   for (const ExchangePeer& peer : exchange.peers()) {
     Pairs joined;
-    for (std::int64_t begin = 0; begin < 90; begin += 7) joined.merge(listed(clip_runs(peer.receive, begin, begin + 7)));
+    for (std::int64_t begin = 0; begin < 90; begin += 7)
+      joined.merge(listed(clip_runs(peer.receive, begin, begin + 7)));
     EXPECT_EQ(joined, listed(peer.receive));
   }
 }

@@ -19,7 +19,8 @@ struct Outcome {
   double seconds = 0;
 };
 
-Outcome run_with(std::vector<LocalFault> faults, int ranks = 3, std::chrono::milliseconds deadline = std::chrono::milliseconds(300), bool checksums = true) {
+Outcome run_with(std::vector<LocalFault> faults, int ranks = 3,
+                 std::chrono::milliseconds deadline = std::chrono::milliseconds(5000), bool checksums = true) {
   const Case c = far_case();
   RingRun run;
   run.options.deadline = deadline;
@@ -27,9 +28,11 @@ Outcome run_with(std::vector<LocalFault> faults, int ranks = 3, std::chrono::mil
   Outcome outcome;
   outcome.results.resize(static_cast<std::size_t>(ranks));
   const auto begin = Clock::now();
-  const auto errors = on_ranks(local_ring(ranks, std::move(faults)), [&](int rank, std::shared_ptr<Communicator> communicator) {
-    outcome.results[static_cast<std::size_t>(rank)] = run_rank(c, Shards::even(120, ranks), std::move(communicator), run);
-  });
+  const auto errors =
+      on_ranks(local_ring(ranks, std::move(faults)), [&](int rank, std::shared_ptr<Communicator> communicator) {
+        outcome.results[static_cast<std::size_t>(rank)] =
+            run_rank(c, Shards::even(120, ranks), std::move(communicator), run);
+      });
   outcome.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   for (const auto& error : errors) {
     outcome.errors.emplace_back();
@@ -46,26 +49,30 @@ void expect_right(const Outcome& outcome, std::size_t rank) {
   const Case c = far_case();
   const Shards shards = Shards::even(120, static_cast<int>(outcome.errors.size()));
   ASSERT_EQ(outcome.errors[rank], "");
-  expect_same(outcome.results[rank], c.run(), shards.ranges(static_cast<int>(rank)), ring_tolerance(DType::f32), true, true, "");
+  expect_same(outcome.results[rank], c.run(), shards.ranges(static_cast<int>(rank)), ring_tolerance(DType::f32), true,
+              true, "");
 }
 
 // Exchanges of a rank: 0 compares ranks, 1 moves rows, 2 returns gradients.
 TEST(Fault, LostMessagesRaiseBeforeTheDeadlineIsLongOver) {
   for (const int exchange : {0, 1, 2}) {
-    const Outcome outcome = run_with({{Kind::lose, 1, 2, exchange}});
+    const Outcome outcome = run_with({{Kind::lose, 1, 2, exchange}}, 3, std::chrono::milliseconds(1000));
     // A rank that lost its last message may be gone by the time it is missed.
-    EXPECT_NE(outcome.errors[2].find(exchange < 2 ? "rank 1 sent nothing" : "rank 1 "), std::string::npos) << outcome.errors[2];
+    EXPECT_NE(outcome.errors[2].find(exchange < 2 ? "rank 1 sent nothing" : "rank 1 "), std::string::npos)
+        << outcome.errors[2];
     EXPECT_NE(outcome.errors[2].find("step "), std::string::npos);
-    EXPECT_LT(outcome.seconds, 5);
+    EXPECT_LT(outcome.seconds, 10);
   }
 }
 
 TEST(Fault, LateMessagesArriveOrRaise) {
   const Outcome slow = run_with({{Kind::delay, 1, -1, -1, std::chrono::milliseconds(40)}});
   for (std::size_t rank = 0; rank < 3; ++rank) expect_right(slow, rank);
-  const Outcome late = run_with({{Kind::delay, 1, -1, 1, std::chrono::milliseconds(2000)}});
-  for (const std::size_t rank : {0u, 2u}) EXPECT_NE(late.errors[rank].find("rank 1"), std::string::npos) << late.errors[rank];
-  EXPECT_LT(late.seconds, 1.9);
+  const Outcome late =
+      run_with({{Kind::delay, 1, -1, 1, std::chrono::milliseconds(8000)}}, 3, std::chrono::milliseconds(700));
+  for (const std::size_t rank : {0u, 2u})
+    EXPECT_NE(late.errors[rank].find("rank 1"), std::string::npos) << late.errors[rank];
+  EXPECT_LT(late.seconds, 7.5);
 }
 
 TEST(Fault, DoubledMessagesAreTakenOnce) {
@@ -76,10 +83,11 @@ TEST(Fault, DoubledMessagesAreTakenOnce) {
 TEST(Fault, ChangedMessagesAreNoticed) {
   for (const int exchange : {1, 2}) {
     const Outcome outcome = run_with({{Kind::corrupt, 1, 0, exchange}});
-    EXPECT_NE(outcome.errors[0].find("rank 1 sent a message that arrived changed"), std::string::npos) << outcome.errors[0];
+    EXPECT_NE(outcome.errors[0].find("rank 1 sent a message that arrived changed"), std::string::npos)
+        << outcome.errors[0];
   }
   // The test above can fail: without checksums the same change reaches the result.
-  const Outcome unnoticed = run_with({{Kind::corrupt, 1, 0, 1}}, 3, std::chrono::milliseconds(300), false);
+  const Outcome unnoticed = run_with({{Kind::corrupt, 1, 0, 1}}, 3, std::chrono::milliseconds(5000), false);
   ASSERT_EQ(unnoticed.errors[0], "");
   const Case c = far_case();
   EXPECT_NE(bits_differ(unnoticed.results[0].results.out, rows_at(c.run().out, Shards::even(120, 3).ranges(0))), "");
@@ -94,12 +102,13 @@ TEST(Fault, ADeadRankIsNamedByEveryoneItExchangesWith) {
       EXPECT_NE(outcome.errors[rank].find("rank "), std::string::npos) << outcome.errors[rank];
       EXPECT_NE(outcome.errors[rank].find("step "), std::string::npos) << outcome.errors[rank];
     }
-    EXPECT_LT(outcome.seconds, 5);
+    EXPECT_LT(outcome.seconds, 10);
   }
 }
 
 TEST(Fault, ASilentRankIsNamedByTheDeadline) {
-  const Outcome outcome = run_with({{Kind::stall, 1, -1, 1, std::chrono::milliseconds(1500)}});
+  const Outcome outcome =
+      run_with({{Kind::stall, 1, -1, 1, std::chrono::milliseconds(2500)}}, 3, std::chrono::milliseconds(700));
   bool named = false;
   for (const std::size_t rank : {0u, 2u}) {
     EXPECT_NE(outcome.errors[rank], "");
@@ -114,22 +123,24 @@ TEST(Fault, AFailedCommunicatorSaysSoAndANewOneGoesOn) {
   const Shards shards = Shards::even(120, 2);
   RingRun run;
   run.options.deadline = std::chrono::milliseconds(200);
-  const auto errors = on_ranks(local_ring(2, {{Kind::lose, 0, 1, 1}}), [&](int rank, const std::shared_ptr<Communicator>& communicator) {
-    const Tensor before = c.q;
-    try {
-      run_rank(c, shards, communicator, run);
-      EXPECT_EQ(rank, 0) << "a lost message went unnoticed";
-    } catch (const CommError&) {
-    }
-    EXPECT_TRUE(before == c.q);
-    EXPECT_TRUE(rank == 0 || !communicator->failure().empty());
-    if (!communicator->failure().empty()) {
-      EXPECT_THROW(run_rank(c, shards, communicator, run), CommError);
-    }
-  });
+  const auto errors = on_ranks(local_ring(2, {{Kind::lose, 0, 1, 1}}),
+                               [&](int rank, const std::shared_ptr<Communicator>& communicator) {
+                                 const Tensor before = c.q;
+                                 try {
+                                   run_rank(c, shards, communicator, run);
+                                   EXPECT_EQ(rank, 0) << "a lost message went unnoticed";
+                                 } catch (const CommError&) {}
+                                 EXPECT_TRUE(before == c.q);
+                                 EXPECT_TRUE(rank == 0 || !communicator->failure().empty());
+                                 if (!communicator->failure().empty()) {
+                                   EXPECT_THROW(run_rank(c, shards, communicator, run), CommError);
+                                 }
+                               });
   for (const auto& error : errors) EXPECT_FALSE(error);
   const auto got = run_local(c, shards);
-  for (int rank = 0; rank < 2; ++rank) expect_same(got[static_cast<std::size_t>(rank)], c.run(), shards.ranges(rank), ring_tolerance(DType::f32), true, true, "");
+  for (int rank = 0; rank < 2; ++rank)
+    expect_same(got[static_cast<std::size_t>(rank)], c.run(), shards.ranges(rank), ring_tolerance(DType::f32), true,
+                true, "");
 }
 
 /// Rank 1 computes something a little different.
@@ -140,7 +151,7 @@ void expect_disagreement(const std::function<void(Case&, Shards&, RingRun&)>& ch
     Case c = far_case();
     Shards shards = Shards::even(120, 3);
     RingRun run = common;
-    if (later) run_rank(c, shards, communicator, run);  // past the first call only headers tell
+    if (later) run_rank(c, shards, communicator, {});  // past the first call only headers tell
     if (rank == 1) change(c, shards, run);
     run_rank(c, shards, communicator, run);
   });
@@ -154,7 +165,8 @@ TEST(Fault, RanksThatDisagreeAllRaise) {
   for (const bool later : {false, true}) {
     expect_disagreement([](Case& c, Shards&, RingRun&) { c.pattern = Pattern::longnet({16, 120}, {1, 2}); }, later);
     expect_disagreement([](Case& c, Shards&, RingRun&) { c.options.causal = true; }, later);
-    expect_disagreement([](Case& c, Shards&, RingRun&) { c = Case(c.pattern, c.options, c.shape, DType::bf16); }, later);
+    expect_disagreement([](Case& c, Shards&, RingRun&) { c = Case(c.pattern, c.options, c.shape, DType::bf16); },
+                        later);
     expect_disagreement([](Case& c, Shards&, RingRun&) { c.options.scale = 0.5; }, later);
     expect_disagreement([](Case& c, Shards&, RingRun&) { c.lengths = {100}; }, later);
     expect_disagreement([](Case&, Shards& shards, RingRun&) { shards = uneven(120, 3); }, later);

@@ -1,8 +1,8 @@
 // The cases of the local ring, run by processes under mpirun. Every rank compares its own rows; rank 0 prints.
 #include <gtest/gtest.h>
 
-#include <csignal>
 #include <unistd.h>
+#include <csignal>
 
 #include "longspan/error.h"
 #include "ring/ring_cases.h"
@@ -20,7 +20,8 @@ TEST(MpiRing, EqualsOneDevice) {
       RingRun run;
       run.keep_halo = ranks % 2 == 0;
       const RankResults got = run_rank(c, shards, communicator, run);
-      expect_same(got, c.run(), shards.ranges(rank), ring_tolerance(dtype), true, true, fmt::format("{} rank {} of {}", one.name, rank, ranks));
+      expect_same(got, c.run(), shards.ranges(rank), ring_tolerance(dtype), true, true,
+                  fmt::format("{} rank {} of {}", one.name, rank, ranks));
       expect_planned_bytes(got, c, shards, rank, run);
     }
   }
@@ -37,8 +38,8 @@ TEST(MpiRing, RoundsAgreeToRounding) {
   expect_same(got, c.run(), shards.ranges(communicator->rank()), ring_tolerance(DType::f32), false, true, "rounds");
 }
 
-/// `mpi_test kill|stop|disagree`: after a good call rank 1 kills or stops itself, or computes something else; the others
-/// (there: all) must raise in time, naming a rank. A failed MPI is not finalised, so this is no test of gtest's.
+/// `mpi_test kill|stop|disagree`: after a good call rank 1 kills or stops itself, or computes something else; the
+/// others (there: all) must raise in time, naming a rank. A failed MPI is not finalised, so this is no test of gtest's.
 int survive(const std::string& fate) {
   const auto communicator = mpi_ring();
   const int rank = communicator->rank();
@@ -59,7 +60,8 @@ int survive(const std::string& fate) {
     fmt::print("rank {}: no error\n", rank);
   } catch (const CommError& error) {
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    fmt::print("rank {}: {} after {:.1f} s, inputs {}\n", rank, error.what(), seconds, before == c.q ? "untouched" : "CHANGED");
+    fmt::print("rank {}: {} after {:.1f} s, inputs {}\n", rank, error.what(), seconds,
+               before == c.q ? "untouched" : "CHANGED");
   }
   std::fflush(stdout);
   _exit(0);  // as a survivor ends: MPI_Finalize would wait for the lost rank
@@ -76,7 +78,9 @@ int main(int count, char** values) {
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
     struct FailuresOnly : ::testing::EmptyTestEventListener {
       void OnTestPartResult(const ::testing::TestPartResult& result) override {
-        if (result.failed()) fmt::print(stderr, "{}:{}: {}\n", result.file_name() ? result.file_name() : "", result.line_number(), result.message());
+        if (result.failed())
+          fmt::print(stderr, "{}:{}: {}\n", result.file_name() ? result.file_name() : "", result.line_number(),
+                     result.message());
       }
     };
     delete listeners.Release(listeners.default_result_printer());

@@ -1,4 +1,5 @@
-// One attention problem over a ring: every rank a thread (or this process one rank), results gathered and compared with one device.
+// One attention problem over a ring: every rank a thread (or this process one rank), results gathered and compared with
+// one device.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,9 +26,10 @@ inline Tensor rows_at(const Tensor& whole, std::span<const RowRange> ranges) {
     for (std::int64_t position = range.start; position < range.start + range.count; ++position, ++row) {
       for (std::int64_t entry = 0; entry < from.batch(); ++entry) {
         for (std::int64_t head = 0; head < from.heads(); ++head) {
-          std::memcpy(static_cast<std::byte*>(part.view().data) + part.view().offset(entry, row, head) * size_of(from.dtype),
-                      static_cast<const std::byte*>(from.data) + from.offset(entry, position, head) * size_of(from.dtype),
-                      static_cast<std::size_t>(from.columns() * size_of(from.dtype)));
+          std::memcpy(
+              static_cast<std::byte*>(part.view().data) + part.view().offset(entry, row, head) * size_of(from.dtype),
+              static_cast<const std::byte*>(from.data) + from.offset(entry, position, head) * size_of(from.dtype),
+              static_cast<std::size_t>(from.columns() * size_of(from.dtype)));
         }
       }
     }
@@ -49,13 +51,15 @@ struct RingRun {
 };
 
 /// The calls of one rank.
-inline RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr<Communicator> communicator, const RingRun& run) {
+inline RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr<Communicator> communicator,
+                            const RingRun& run) {
   Options chosen = c.options;
   chosen.kernel = run.kernel;
   const int rank = communicator ? communicator->rank() : 0;
   const auto ranges = shards.ranges(rank);
   Ring ring(Attention(c.pattern, chosen), std::move(communicator), shards, run.options);
-  const Tensor q = rows_at(c.q, ranges), k = rows_at(c.k, ranges), v = rows_at(c.v, ranges), dout = rows_at(c.dout, ranges);
+  const Tensor q = rows_at(c.q, ranges), k = rows_at(c.k, ranges), v = rows_at(c.v, ranges),
+               dout = rows_at(c.dout, ranges);
   const std::int64_t rows = shards.rows(rank);
   RankResults got;
   Results& r = got.results;
@@ -79,8 +83,10 @@ inline RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr
       for (std::int64_t position = range.start; position < range.start + range.count; ++position, ++row) {
         for (std::int64_t entry = 0; entry < c.shape.batch; ++entry) {
           for (std::int64_t head = 0; head < c.shape.heads; ++head) {
-            std::memcpy(static_cast<std::byte*>(dlse->view().data) + dlse->view().offset(entry, row, head) * size_of(dlse->view().dtype),
-                        static_cast<const std::byte*>(c.dlse->view().data) + c.dlse->view().offset(entry, position, head) * size_of(dlse->view().dtype),
+            std::memcpy(static_cast<std::byte*>(dlse->view().data) +
+                            dlse->view().offset(entry, row, head) * size_of(dlse->view().dtype),
+                        static_cast<const std::byte*>(c.dlse->view().data) +
+                            c.dlse->view().offset(entry, position, head) * size_of(dlse->view().dtype),
                         static_cast<std::size_t>(size_of(dlse->view().dtype)));
           }
         }
@@ -88,8 +94,8 @@ inline RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr
     }
     call.dlse = dlse->view();
   }
-  ring.backward(q.view(), k.view(), v.view(), std::as_const(r.out).view(), std::as_const(r.lse).view(), dout.view(), r.dq.view(), r.dk.view(),
-                r.dv.view(), call, run.keep_halo ? &halo : nullptr);
+  ring.backward(q.view(), k.view(), v.view(), std::as_const(r.out).view(), std::as_const(r.lse).view(), dout.view(),
+                r.dq.view(), r.dk.view(), r.dv.view(), call, run.keep_halo ? &halo : nullptr);
   got.backward = ring.report();
   return got;
 }
@@ -114,12 +120,14 @@ inline std::vector<std::exception_ptr> on_ranks(std::vector<std::shared_ptr<Comm
 }
 
 /// All ranks of a local ring; rethrows the first error.
-inline std::vector<RankResults> run_local(const Case& c, const Shards& shards, const RingRun& run = {}, std::uint64_t shuffle = 0,
-                                          std::vector<LocalFault> faults = {}) {
+inline std::vector<RankResults> run_local(const Case& c, const Shards& shards, const RingRun& run = {},
+                                          std::uint64_t shuffle = 0, std::vector<LocalFault> faults = {}) {
   std::vector<RankResults> results(static_cast<std::size_t>(shards.ranks()));
-  const auto errors = on_ranks(local_ring(shards.ranks(), std::move(faults), shuffle), [&](int rank, std::shared_ptr<Communicator> communicator) {
-    results[static_cast<std::size_t>(rank)] = run_rank(c, shards, std::move(communicator), run);
-  });
+  const auto errors = on_ranks(local_ring(shards.ranks(), std::move(faults), shuffle),
+                               [&](int rank, std::shared_ptr<Communicator> communicator) {
+                                 results[static_cast<std::size_t>(rank)] =
+                                     run_rank(c, shards, std::move(communicator), run);
+                               });
   // Most ranks only say that another gave up: the one with more to say comes first.
   std::string all;
   for (const auto& error : errors) {
@@ -151,8 +159,8 @@ inline std::string bits_differ(const Tensor& got, const Tensor& want) {
 
 /// Compares every output of a rank with the rows that one device computed: bits forward, `tolerance` relative to the
 /// largest value for the rest.
-inline void expect_same(const RankResults& got, const Results& want, std::span<const RowRange> ranges, double tolerance, bool bits, bool gradients,
-                        const std::string& what) {
+inline void expect_same(const RankResults& got, const Results& want, std::span<const RowRange> ranges, double tolerance,
+                        bool bits, bool gradients, const std::string& what) {
   const auto close = [&](const char* name, const Tensor& actual, const Tensor& whole) {
     const Tensor expected = rows_at(whole, ranges);
     double largest = 0, error = 0;

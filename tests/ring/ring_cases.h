@@ -20,7 +20,8 @@ inline std::vector<NamedPattern> ring_patterns() {
   std::mt19937 random(9);
   const std::int64_t blocks = (kRingTokens + 15) / 16;
   std::vector<std::uint8_t> dense(static_cast<std::size_t>(blocks * blocks));
-  for (std::size_t i = 0; i < dense.size(); ++i) dense[i] = i % static_cast<std::size_t>(blocks + 1) == 0 || random() % 3 == 0;
+  for (std::size_t i = 0; i < dense.size(); ++i)
+    dense[i] = i % static_cast<std::size_t>(blocks + 1) == 0 || random() % 3 == 0;
   patterns.push_back({"blocks", Pattern::block_sparse(BlockMask::from_dense(16, 1, blocks, dense))});
   return patterns;
 }
@@ -38,7 +39,8 @@ inline std::vector<RingCase> ring_cases(DType dtype) {
   // Options and call data, one or two at a time.
   const Pattern longnet = Pattern::longnet({40, 160, 400}, {1, 3, 6});
   const auto add = [&](const std::string& name, const Options& options, const Pattern& pattern, auto&& change) {
-    cases.push_back({fmt::format("{}_{}", name, name_of(dtype)), Case(pattern, options, {2, kRingTokens, 6, 6, 16}, dtype)});
+    cases.push_back(
+        {fmt::format("{}_{}", name, name_of(dtype)), Case(pattern, options, {2, kRingTokens, 6, 6, 16}, dtype)});
     change(cases.back().problem);
   };
   Options dropout;
@@ -56,45 +58,55 @@ inline std::vector<RingCase> ring_cases(DType dtype) {
   });
   Options detached;
   detached.detached_mix = true;
-  add("detached_padded", detached, Pattern::longnet({32, 90, 300}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys(), [](Case&) {});
+  add("detached_padded", detached, Pattern::longnet({32, 90, 300}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys(),
+      [](Case&) {});
   Options scaled;
   scaled.scale = 0.3;
   scaled.output_scale = 0.5;
-  add("dlse_scaled", scaled, Pattern::dilated({64, 400}, {1, 5}), [&](Case& c) {
-    c.dlse = Tensor::lse(dtype, 2, kRingTokens, 6).fill_random(8);
-  });
+  add("dlse_scaled", scaled, Pattern::dilated({64, 400}, {1, 5}),
+      [&](Case& c) { c.dlse = Tensor::lse(dtype, 2, kRingTokens, 6).fill_random(8); });
   return cases;
 }
 
 /// Uneven shards, one of them perhaps empty.
 inline Shards uneven(std::int64_t tokens, int ranks) {
   std::vector<std::int64_t> offsets = {0};
-  for (int rank = 1; rank < ranks; ++rank) offsets.push_back(std::min(tokens, tokens * rank / ranks + (rank % 2 == 0 ? 9 : -13)));
+  for (int rank = 1; rank < ranks; ++rank)
+    offsets.push_back(std::min(tokens, tokens * rank / ranks + (rank % 2 == 0 ? 9 : -13)));
   if (ranks == 8) offsets[4] = offsets[3];
   offsets.push_back(tokens);
   return Shards::contiguous(offsets);
 }
 
-/// Gradients are summed in another order than on one device: sums of up to a thousand products in float32, whose rounding
-/// errors add like a random walk (30 x 6e-8); 16-bit results may round to the next number (2^-7 and 2^-10 of the value).
+/// Gradients are summed in another order than on one device: sums of up to a thousand products in float32, whose
+/// rounding errors add like a random walk (30 x 6e-8); 16-bit results may round to the next number (2^-7 and 2^-10 of
+/// the value).
 inline double ring_tolerance(DType dtype) {
   switch (dtype) {
-    case DType::f64: return 1e-10;
-    case DType::bf16: return 0x1p-7;
-    case DType::f16: return 0x1p-10;
-    default: return 2e-6 * 4;
+    case DType::f64:
+      return 1e-10;
+    case DType::bf16:
+      return 0x1p-7;
+    case DType::f16:
+      return 0x1p-10;
+    default:
+      return 2e-6 * 4;
   }
 }
 
 /// Bytes that a rank moved are those of the plan, in both passes.
-inline void expect_planned_bytes(const RankResults& got, const Case& c, const Shards& shards, int rank, const RingRun& run) {
-  const ExchangePlan exchange(Plan(c.pattern, c.options, Attention::problem(c.q.view(), c.k.view(), c.call())), shards, rank);
+inline void expect_planned_bytes(const RankResults& got, const Case& c, const Shards& shards, int rank,
+                                 const RingRun& run) {
+  const ExchangePlan exchange(Plan(c.pattern, c.options, Attention::problem(c.q.view(), c.k.view(), c.call())), shards,
+                              rank);
   EXPECT_EQ(got.forward.bytes_received, exchange.bytes_received());
   EXPECT_EQ(got.forward.bytes_sent, exchange.bytes_sent());
   if (!run.gradients) return;
   const std::int64_t again = run.keep_halo ? 0 : 1;
-  EXPECT_EQ(got.backward.bytes_sent, exchange.receive_pairs() * exchange.gradient_bytes_per_pair() + again * exchange.bytes_sent());
-  EXPECT_EQ(got.backward.bytes_received, exchange.send_pairs() * exchange.gradient_bytes_per_pair() + again * exchange.bytes_received());
+  EXPECT_EQ(got.backward.bytes_sent,
+            exchange.receive_pairs() * exchange.gradient_bytes_per_pair() + again * exchange.bytes_sent());
+  EXPECT_EQ(got.backward.bytes_received,
+            exchange.send_pairs() * exchange.gradient_bytes_per_pair() + again * exchange.bytes_received());
 }
 
 }  // namespace longspan::testing

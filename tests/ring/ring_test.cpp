@@ -31,7 +31,9 @@ TEST_P(LocalRing, EqualsOneDevice) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, LocalRing, ::testing::Combine(::testing::Values(1, 2, 3, 4, 8), ::testing::Values(DType::f32, DType::bf16)),
+INSTANTIATE_TEST_SUITE_P(Ranks, LocalRing,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4, 8),
+                                            ::testing::Values(DType::f32, DType::bf16)),
                          ring_name);
 INSTANTIATE_TEST_SUITE_P(Reference, LocalRing, ::testing::Values(std::tuple{3, DType::f64}, std::tuple{4, DType::f16}),
                          ring_name);
@@ -45,7 +47,8 @@ TEST(LocalRing, EveryKernelKeepsItsBits) {
     run.kernel = kernel;
     const auto got = run_local(c, shards, run);
     for (int rank = 0; rank < 3; ++rank) {
-      expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(DType::f32), true, true, kernel);
+      expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(DType::f32), true,
+                  true, kernel);
     }
   }
 }
@@ -56,7 +59,8 @@ TEST(LocalRing, ArrivalOrderChangesNothing) {
   const auto first = run_local(c, shards);
   for (std::uint64_t shuffle = 1; shuffle <= 12; ++shuffle) {
     // Delays push whole ranks behind others, the shuffle single messages.
-    std::vector<LocalFault> late = {{LocalFault::Kind::delay, static_cast<int>(shuffle % 4), -1, static_cast<int>(shuffle % 3), std::chrono::milliseconds(5)}};
+    std::vector<LocalFault> late = {{LocalFault::Kind::delay, static_cast<int>(shuffle % 4), -1,
+                                     static_cast<int>(shuffle % 3), std::chrono::milliseconds(5)}};
     const auto again = run_local(c, shards, {}, shuffle, late);
     for (std::size_t rank = 0; rank < first.size(); ++rank) {
       for (const auto member : {&Results::out, &Results::lse, &Results::dq, &Results::dk, &Results::dv}) {
@@ -77,7 +81,8 @@ TEST(LocalRing, ZigzagOwnersGetTheirRows) {
         const Shards shards = Shards::zigzag(c.shape.tokens, ranks);
         const auto got = run_local(c, shards);
         for (int rank = 0; rank < ranks; ++rank) {
-          expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(dtype), true, true, fmt::format("zigzag {}", ranks));
+          expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(dtype), true, true,
+                      fmt::format("zigzag {}", ranks));
           expect_planned_bytes(got[static_cast<std::size_t>(rank)], c, shards, rank, {});
         }
       }
@@ -99,9 +104,11 @@ TEST(LocalRing, RoundsAgreeToRoundingAndStayWithinTheLimit) {
         const auto got = run_local(c, shards, run);
         for (int rank = 0; rank < ranks; ++rank) {
           const RankResults& r = got[static_cast<std::size_t>(rank)];
-          expect_same(r, want, shards.ranges(rank), ring_tolerance(dtype), r.forward.rounds == 0, true, fmt::format("{} in rounds, rank {} of {}", one.name, rank, ranks));
+          expect_same(r, want, shards.ranges(rank), ring_tolerance(dtype), r.forward.rounds == 0, true,
+                      fmt::format("{} in rounds, rank {} of {}", one.name, rank, ranks));
           EXPECT_LE(r.forward.halo_bytes, limit);
-          const ExchangePlan exchange(Plan(c.pattern, c.options, Attention::problem(c.q.view(), c.k.view(), c.call())), shards, rank);
+          const ExchangePlan exchange(Plan(c.pattern, c.options, Attention::problem(c.q.view(), c.k.view(), c.call())),
+                                      shards, rank);
           EXPECT_EQ(r.forward.bytes_received, exchange.bytes_received()) << one.name;
           EXPECT_EQ(r.forward.bytes_sent, exchange.bytes_sent());
         }
@@ -123,7 +130,8 @@ TEST(LocalRing, ErrorIsFlatInRingSize) {
   const reference::Expectation want = c.expected();
   const auto error_of = [&](const Results& results) {
     std::vector<double> errors;
-    const std::pair<const Tensor*, const reference::ExpectedTensor*> outputs[] = {{&results.out, &want.out}, {&results.dq, &want.dq}, {&results.dk, &want.dk}, {&results.dv, &want.dv}};
+    const std::pair<const Tensor*, const reference::ExpectedTensor*> outputs[] = {
+        {&results.out, &want.out}, {&results.dq, &want.dq}, {&results.dk, &want.dk}, {&results.dv, &want.dv}};
     for (const auto& [tensor, expected] : outputs) {
       double sum = 0;
       std::size_t element = 0;
@@ -152,7 +160,8 @@ TEST(LocalRing, ErrorIsFlatInRingSize) {
         }
       }
       const std::vector<double> ring = error_of(whole);
-      for (std::size_t i = 0; i < one.size(); ++i) EXPECT_LE(ring[i], 2 * one[i]) << "output " << i << ", " << ranks << " ranks, limit " << limit;
+      for (std::size_t i = 0; i < one.size(); ++i)
+        EXPECT_LE(ring[i], 2 * one[i]) << "output " << i << ", " << ranks << " ranks, limit " << limit;
     }
   }
 }
@@ -162,7 +171,9 @@ class Forbidden final : public Communicator {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }
-  void begin(std::span<const SendBuffer>, std::span<const ReceiveBuffer>) override { throw CommError("begin on a ring of one"); }
+  void begin(std::span<const SendBuffer>, std::span<const ReceiveBuffer>) override {
+    throw CommError("begin on a ring of one");
+  }
   void wait(Deadline) override { throw CommError("wait on a ring of one"); }
   void abort() noexcept override {}
 };
@@ -173,7 +184,8 @@ TEST(LocalRing, ARingOfOneIsTheOperatorItself) {
   const Shards shards = Shards::even(200, 1);
   for (const bool none : {false, true}) {
     const RankResults got = run_rank(c, shards, none ? nullptr : std::make_shared<Forbidden>(), {});
-    EXPECT_TRUE(got.results.out == want.out && got.results.lse == want.lse && got.results.dq == want.dq && got.results.dk == want.dk && got.results.dv == want.dv);
+    EXPECT_TRUE(got.results.out == want.out && got.results.lse == want.lse && got.results.dq == want.dq &&
+                got.results.dk == want.dk && got.results.dv == want.dv);
   }
   const Attention attention(c.pattern, c.options);
   const Ring ring(attention, nullptr, shards);
@@ -187,8 +199,10 @@ TEST(LocalRing, OneCommunicatorServesManyCalls) {
   const auto errors = on_ranks(local_ring(3), [&](int rank, const std::shared_ptr<Communicator>& communicator) {
     for (int i = 0; i < 3; ++i) {
       const Shards shards = Shards::even(120, 3), shards_other = uneven(75, 3);
-      expect_same(run_rank(c, shards, communicator, {}), want, shards.ranges(rank), ring_tolerance(DType::f32), true, true, "first");
-      expect_same(run_rank(other, shards_other, communicator, {}), want_other, shards_other.ranges(rank), ring_tolerance(DType::f32), true, true, "second");
+      expect_same(run_rank(c, shards, communicator, {}), want, shards.ranges(rank), ring_tolerance(DType::f32), true,
+                  true, "first");
+      expect_same(run_rank(other, shards_other, communicator, {}), want_other, shards_other.ranges(rank),
+                  ring_tolerance(DType::f32), true, true, "second");
     }
   });
   for (const auto& error : errors) {
@@ -203,7 +217,8 @@ TEST(LocalRing, BadInputIsRefusedByName) {
   EXPECT_THROW(Ring(Attention(c.pattern), ring[0], Shards::even(20, 3)), InvalidArgument);
   Ring rank(Attention(c.pattern), ring[0], Shards::even(20, 2));
   Tensor out(DType::f32, 1, 20, 1, 16);
-  EXPECT_THROW(rank.forward(c.q.view(), c.k.view(), c.v.view(), out.view()), InvalidArgument);  // 20 rows, the shard has 10
+  EXPECT_THROW(rank.forward(c.q.view(), c.k.view(), c.v.view(), out.view()),
+               InvalidArgument);  // 20 rows, the shard has 10
   const RowRange half{0, 10};
   const Tensor q = rows_at(c.q, {&half, 1});
   Tensor small(DType::f32, 1, 10, 1, 16);

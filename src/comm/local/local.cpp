@@ -32,7 +32,11 @@ struct Note {
 
 struct Board {
   Board(int count, std::vector<LocalFault> list, std::uint64_t seed)
-      : ranks(count), faults(std::move(list)), random(seed), shuffled(seed != 0), gave_up(static_cast<std::size_t>(count)) {}
+      : ranks(count),
+        faults(std::move(list)),
+        random(seed),
+        shuffled(seed != 0),
+        gave_up(static_cast<std::size_t>(count)) {}
 
   const int ranks;
   const std::vector<LocalFault> faults;
@@ -48,7 +52,10 @@ struct Board {
 class LocalCommunicator final : public Communicator {
  public:
   LocalCommunicator(std::shared_ptr<Board> board, int rank)
-      : board_(std::move(board)), rank_(rank), sent_(static_cast<std::size_t>(board_->ranks)), received_(sent_.size()) {}
+      : board_(std::move(board)),
+        rank_(rank),
+        sent_(static_cast<std::size_t>(board_->ranks)),
+        received_(sent_.size()) {}
   // A rank that leaves (its thread ended, perhaps by an error of its own) is not waited for.
   ~LocalCommunicator() override { abort(); }
 
@@ -79,7 +86,8 @@ class LocalCommunicator final : public Communicator {
       }
       if (now >= deadline) {
         const int peer = peers_left().front();
-        const bool silent = std::any_of(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == peer; });
+        const bool silent =
+            std::any_of(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == peer; });
         throw CommError(fmt::format("rank {} {} before the deadline", peer, silent ? "sent nothing" : "took nothing"));
       }
       board_->changed.wait_until(lock, next);
@@ -152,8 +160,9 @@ class LocalCommunicator final : public Communicator {
           note->state = Note::State::done;
           board_->changed.notify_all();
         }
-        const bool wanted = note->number == expected &&
-                            std::any_of(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == note->source; });
+        const bool wanted =
+            note->number == expected && std::any_of(waiting_.begin(), waiting_.end(),
+                                                    [&](const ReceiveBuffer& r) { return r.peer == note->source; });
         if (wanted && note->visible > now) next = std::min(next, note->visible);
         else if (wanted && (best == board_->notes.end() || note->order < best->order)) best = note;
         ++note;
@@ -169,9 +178,11 @@ class LocalCommunicator final : public Communicator {
   }
 
   void take(std::unique_lock<std::mutex>& lock, NoteHandle note) {
-    const auto receive = std::find_if(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == note->source; });
+    const auto receive =
+        std::find_if(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == note->source; });
     if (note->bytes != receive->bytes) {
-      throw CommError(fmt::format("rank {} sent {} bytes, {} were expected: the ranks disagree", note->source, note->bytes, receive->bytes));
+      throw CommError(fmt::format("rank {} sent {} bytes, {} were expected: the ranks disagree", note->source,
+                                  note->bytes, receive->bytes));
     }
     note->state = Note::State::copying;
     lock.unlock();
@@ -205,7 +216,8 @@ class LocalCommunicator final : public Communicator {
 
 }  // namespace
 
-std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults, std::uint64_t shuffle) {
+std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults,
+                                                      std::uint64_t shuffle) {
   if (ranks < 1) throw InvalidArgument("ranks", fmt::format("{} ranks: a ring has at least one", ranks));
   const auto board = std::make_shared<Board>(ranks, std::move(faults), shuffle);
   std::vector<std::shared_ptr<Communicator>> communicators;

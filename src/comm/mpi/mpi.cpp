@@ -71,14 +71,18 @@ class MpiCommunicator final : public Communicator {
     for (const ReceiveBuffer& receive : receives) {
       in_parts(receive.bytes, [&](std::size_t at, int bytes) {
         Pending pending{MPI_REQUEST_NULL, receive.peer, bytes, true};
-        check(MPI_Irecv(static_cast<std::byte*>(receive.data) + at, bytes, MPI_BYTE, receive.peer, kTag, communicator_, &pending.request), receive.peer);
+        check(MPI_Irecv(static_cast<std::byte*>(receive.data) + at, bytes, MPI_BYTE, receive.peer, kTag, communicator_,
+                        &pending.request),
+              receive.peer);
         requests_.push_back(pending);
       });
     }
     for (const SendBuffer& send : sends) {
       in_parts(send.bytes, [&](std::size_t at, int bytes) {
         Pending pending{MPI_REQUEST_NULL, send.peer, bytes, false};
-        check(MPI_Isend(static_cast<const std::byte*>(send.data) + at, bytes, MPI_BYTE, send.peer, kTag, communicator_, &pending.request), send.peer);
+        check(MPI_Isend(static_cast<const std::byte*>(send.data) + at, bytes, MPI_BYTE, send.peer, kTag, communicator_,
+                        &pending.request),
+              send.peer);
         requests_.push_back(pending);
       });
     }
@@ -93,9 +97,11 @@ class MpiCommunicator final : public Communicator {
         continue;
       }
       if (std::chrono::steady_clock::now() >= deadline) {
-        const auto silent = std::find_if(requests_.begin(), requests_.end(), [](const Pending& pending) { return pending.receiving; });
+        const auto silent =
+            std::find_if(requests_.begin(), requests_.end(), [](const Pending& pending) { return pending.receiving; });
         const Pending& first = silent == requests_.end() ? requests_.front() : *silent;
-        throw CommError(fmt::format("rank {} {} before the deadline", first.peer, first.receiving ? "sent nothing" : "took nothing"));
+        throw CommError(fmt::format("rank {} {} before the deadline", first.peer,
+                                    first.receiving ? "sent nothing" : "took nothing"));
       }
       // Ranks may share cores: after a while of looking, let others run.
       if (++idle > 200) std::this_thread::sleep_for(std::chrono::microseconds(std::min(idle, 2000) / 10));
@@ -139,14 +145,18 @@ class MpiCommunicator final : public Communicator {
     if (code != MPI_SUCCESS) {
       int kind = 0;
       MPI_Error_class(code, &kind);
-      if (kind == MPI_ERR_TRUNCATE) throw CommError(fmt::format("rank {} sent more than the {} bytes expected: the ranks disagree", pending.peer, pending.bytes));
+      if (kind == MPI_ERR_TRUNCATE)
+        throw CommError(fmt::format("rank {} sent more than the {} bytes expected: the ranks disagree", pending.peer,
+                                    pending.bytes));
       check(code, pending.peer);
     }
     if (!done) return false;
     if (pending.receiving) {
       int bytes = 0;
       MPI_Get_count(&status, MPI_BYTE, &bytes);
-      if (bytes != pending.bytes) throw CommError(fmt::format("rank {} sent {} bytes, {} were expected: the ranks disagree", pending.peer, bytes, pending.bytes));
+      if (bytes != pending.bytes)
+        throw CommError(fmt::format("rank {} sent {} bytes, {} were expected: the ranks disagree", pending.peer, bytes,
+                                    pending.bytes));
     }
     return true;
   }

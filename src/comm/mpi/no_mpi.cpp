@@ -5,7 +5,8 @@
 namespace longspan {
 
 std::shared_ptr<Communicator> mpi_ring() {
-  throw Unsupported("built without MPI: install an MPI (apt-get install libopenmpi-dev) and configure with -DLONGSPAN_MPI=ON");
+  throw Unsupported(
+      "built without MPI: install an MPI (apt-get install libopenmpi-dev) and configure with -DLONGSPAN_MPI=ON");
 }
 
 bool under_mpi() { return false; }

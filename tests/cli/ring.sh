@@ -1,0 +1,65 @@
+# Rings from the command line: local ranks, files, traces, plans, bad input; MPI ranks where there is mpirun.
+source "$(dirname "$0")/lib.sh"
+
+has() { # has TEXT...: stdout of the last expect holds each text
+  for text in "$@"; do grep -Fq -- "$text" stdout || fail "stdout lacks '$text': $(head -c 300 stdout)"; done
+}
+field() { python3 -c "import json,sys; d=json.load(open('stdout')); print($1)"; }
+command -v python3 >/dev/null || { echo "left out: rings, whose results are read with python3"; finish; }
+small=(--tokens 1003 --heads 3 --head-dim 16 --segments 64,256,2048 --dilations 1,4,8)
+
+expect 0 "" "$longspan" ring --ranks 3 "${small[@]}" --verify --backward --json --trace trace.json
+has '"bit_identical": true' '"verified": true' '"bytes_as_planned": true' '"engine": "local"' '"waited_seconds"' '"overlapped_seconds"' '"gradient_error"'
+[ "$(field "all(r['bytes_received'] == r['planned_bytes_received'] > 0 for r in d['per_rank'])")" = True ] || fail "bytes differ from the plan"
+python3 - <<'END' || fail "the trace lacks ranks"
+import json
+events = json.load(open("trace.json"))["traceEvents"]
+assert {event["tid"] for event in events} == {0, 1, 2}
+assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+END
+expect 0 "" "$longspan" ring --ranks 4 "${small[@]}" --verify --dtype bf16 --causal --shards zigzag --dropout 0.1
+has "verified: out and lse have the bits of one device" "bytes moved equal the plan"
+expect 0 "" "$longspan" ring --ranks 3 "${small[@]}" --verify --backward --halo-limit 20000
+has "up to rounding (rounds)"
+expect 0 "" "$longspan" ring --ranks 1 "${small[@]}" --verify --json
+has '"bit_identical": true'
+
+# Files: the ranks together write what one device writes.
+python3 - <<'END'
+import struct
+# Three .npy files of float32 [1, 301, 2, 8] without NumPy.
+for name, seed in (("q", 1), ("k", 2), ("v", 3)):
+    values = [((i * 7919 + seed * 104729) % 1000) / 500 - 1 for i in range(301 * 2 * 8)]
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (1, 301, 2, 8), }"
+    header += " " * (63 - (10 + len(header)) % 64) + "\n"
+    with open(f"{name}.npy", "wb") as file:
+        file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode())
+        file.write(struct.pack(f"<{len(values)}f", *values))
+END
+pattern=(--segments 50,400 --dilations 1,3)
+expect 0 "" "$longspan" attend --q q.npy --k k.npy --v v.npy --out one.npy "${pattern[@]}"
+expect 0 "" "$longspan" ring --ranks 3 --q q.npy --k k.npy --v v.npy --out ring.npy "${pattern[@]}" --json
+cmp one.npy ring.npy || fail "the ranks wrote something else than one device"
+ls ./*partial 2>/dev/null && fail "a partial file is left"
+if command -v mpirun >/dev/null && "$longspan" ring --help | grep -q mpirun; then
+  if mpirun --allow-run-as-root --oversubscribe -n 2 "$longspan" ring --q q.npy --k k.npy --v v.npy --out mpi.npy "${pattern[@]}" --verify --json >stdout 2>stderr; then
+    has '"engine": "mpi"' '"bit_identical": true'
+    cmp one.npy mpi.npy || fail "MPI ranks wrote something else than one device"
+  elif ! grep -q "built without MPI\|no ranks" stderr; then
+    fail "mpirun: $(head -c 500 stderr)"
+  fi
+fi
+
+expect 0 "" "$longspan" plan --ranks 8 --tokens 1M --heads 12 --dtype bf16 --assign all --segments 2K,4K,8K,16K,32K,64K,128K,256K,512K,1M --dilations 1,2,4,8,16,32,64,128,256,512 --json
+has '"bytes_received": 9437184' '"naive_ring_bytes": 2818572288' '"all_gather_bytes": 38535168'
+expect 0 "" "$longspan" plan --ranks 4 --tokens 4096
+has "naive ring" "all-gather"
+
+expect 2 "no ranks" "$longspan" ring "${small[@]}"
+expect 2 "shards" "$longspan" ring --ranks 2 "${small[@]}" --shards diagonal
+expect 2 "deadline" "$longspan" ring --ranks 2 "${small[@]}" --deadline 0
+expect 2 "--q, --k and --v together" "$longspan" ring --ranks 2 --q q.npy
+expect 2 "would replace" "$longspan" ring --ranks 2 --q q.npy --k k.npy --v v.npy --out q.npy
+expect 2 "cuda" "$longspan" ring --ranks 2 "${small[@]}" --device cuda
+
+finish

@@ -273,6 +273,26 @@ TEST(HopperGradients, TrainingStepInAGraph) {
   }
 }
 
+/// Blocks that wait for one another go through many items here; a pair of tiles that is not handed on hangs.
+TEST(HopperGradients, LongStrandsInOrder) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const std::int64_t head_dim : {64, 128}) {
+    for (const bool causal : {false, true}) {
+      const Case c(Pattern::dense(), with(causal, true), {1, 8192, 8, 8, head_dim}, DType::bf16);
+      const Attention attention(c.pattern, c.options);
+      DeviceCase device(c);
+      device.forward(attention, device.call());
+      device.backward(attention, device.call());
+      const Results first = device.download();
+      for (int i = 0; i < 20; ++i) device.backward(attention, device.call());
+      const Results& again = device.download();
+      EXPECT_EQ(again.dq, first.dq) << head_dim << " " << causal;
+      EXPECT_EQ(again.dk, first.dk) << head_dim << " " << causal;
+      EXPECT_EQ(again.dv, first.dv) << head_dim << " " << causal;
+    }
+  }
+}
+
 /// What it refuses it refuses by name, and the portable kernel takes it.
 TEST(HopperGradients, RefusalsSayWhy) {
   LONGSPAN_NEEDS_HOPPER();

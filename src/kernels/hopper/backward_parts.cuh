@@ -103,27 +103,30 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
   }
 }
 
-/// Blocks that write dk and dv from their sums, after those for dq.
+/// Blocks that write dk and dv from their sums, after those for dq: each some rows of one head of one entry.
+template <class S>
+LONGSPAN_DEVICE unsigned key_row_blocks(const PartsLaunch& a) {
+  constexpr int kRows = kPartsThreads / (S::kBlocks * 8);
+  return (static_cast<unsigned>(a.base.tokens) + kRows - 1) / kRows;
+}
 template <class S>
 LONGSPAN_DEVICE std::int64_t key_blocks(const PartsLaunch& a) {
-  constexpr int kRows = kPartsThreads / (S::kBlocks * 8);
-  const std::int64_t rows = static_cast<std::int64_t>(a.base.batch) * a.base.kv_heads * a.base.tokens;
-  return a.finish_keys ? (rows + kRows - 1) / kRows : 0;
+  return a.finish_keys ? static_cast<std::int64_t>(a.base.batch) * a.base.kv_heads * key_row_blocks<S>(a) : 0;
 }
 template <class S>
 __device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned block) {
   using T = typename S::Element;
   constexpr int kLanes = S::kBlocks * 8;
-  const std::int64_t flat = static_cast<std::int64_t>(block) * (kPartsThreads / kLanes) + threadIdx.x / kLanes;
+  const unsigned row_blocks = key_row_blocks<S>(a), by_head = block / row_blocks;
+  const int row = static_cast<int>((block - by_head * row_blocks) * (kPartsThreads / kLanes) + threadIdx.x / kLanes);
+  const int entry = static_cast<int>(by_head / a.base.kv_heads), head = static_cast<int>(by_head) % a.base.kv_heads;
   const int column = threadIdx.x % kLanes * 8;
-  const std::int64_t by_head = flat / a.base.tokens, row = flat - by_head * a.base.tokens;
-  const std::int64_t entry = by_head / a.base.kv_heads, head = by_head - entry * a.base.kv_heads;
-  if (entry >= a.base.batch || column >= a.base.columns) return;
+  if (row >= a.base.tokens || column >= a.base.columns) return;
+  const std::int64_t place = (static_cast<std::int64_t>(by_head) * a.base.tokens + row) * a.base.columns + column;
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     const cuda::Rows& target = which == 0 ? a.base.dk : a.base.dv;
-    const float4* const sums =
-        reinterpret_cast<const float4*>((which == 0 ? a.base.dk_sum : a.base.dv_sum) + flat * a.base.columns + column);
+    const float4* const sums = reinterpret_cast<const float4*>((which == 0 ? a.base.dk_sum : a.base.dv_sum) + place);
     const float4 low = __ldcs(sums), high = __ldcs(sums + 1);
     *reinterpret_cast<uint4*>(reinterpret_cast<T*>(target.data) + target.offset(entry, row, head) + column) =
         make_uint4(cuda::pack<T>(low.x, low.y), cuda::pack<T>(low.z, low.w), cuda::pack<T>(high.x, high.y),
@@ -173,43 +176,56 @@ __global__ void __launch_bounds__(kPartsThreads) convert_tiles(const __grid_cons
 inline constexpr int kQuarters = 4,
                      kQuarterRows = cuda::kFillRows / kQuarters;  // of an item: enough blocks to fill a GPU
 
-/// Sums to dq, row by row: branches that cover a row are added up in their order.
+/// Sums to dq, row by row: branches that cover a row are added up in their order. The threads of a row look for it in a
+/// branch each, since that takes divisions.
 template <class S>
 __global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_constant__ PartsLaunch a) {
   using T = typename S::Element;
-  constexpr int kLanes = S::kBlocks * 8;
+  constexpr int kLanes = S::kBlocks * 8, kRounds = cuda::kMaxBranches / kLanes;
   const unsigned row_blocks = a.fill_items * kQuarters;
   if (blockIdx.x >= row_blocks) return convert_keys<S>(a, blockIdx.x - row_blocks);
   const cuda::Item item = a.base.decode(a.items + blockIdx.x / kQuarters);
   const cuda::DeviceRange& range = a.base.ranges[item.range];
   const int length = a.base.length(item.entry), chunk = threadIdx.x % kLanes;
-  if (chunk * 8 >= a.base.columns) return;
-#pragma unroll
   for (int i = threadIdx.x / kLanes; i < kQuarterRows; i += kPartsThreads / kLanes) {
     const int local = item.tile * cuda::kFillRows + blockIdx.x % kQuarters * kQuarterRows + i;
     const int position = range.start + local;
-    if (local >= range.count) return;
-    float total[8] = {};
-    for (int b = 0; b < a.base.branch_count && position < length; ++b) {
+    const bool exists = local < range.count;
+    std::int64_t found[kRounds];
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      const int b = round * kLanes + chunk;
+      found[round] = -1;
+      if (b >= a.base.branch_count || !exists || position >= length) continue;
       const cuda::DeviceBranch& branch = a.base.branches[b];
       const int segment = position / branch.segment, inside = position - segment * branch.segment;
-      if (!branch.owns(item.head) || !branch.active(length) || inside % branch.dilation != branch.phase(item.head))
+      const int row = inside / branch.dilation;
+      if (!branch.owns(item.head) || !branch.active(length) ||
+          inside - row * branch.dilation != branch.phase(item.head))
         continue;
       const cuda::StrandQueries queries = cuda::queries_of(branch.strand(item.head, segment, length), range);
-      const std::int64_t row =
-          a.places[item.range * a.base.branch_count + b].row(branch, item.entry, item.head, segment) +
-          inside / branch.dilation - queries.begin;
-      const int within = static_cast<int>(row % kSumTileRows);
-      const float2* const sums = reinterpret_cast<const float2*>(
-          a.sums + (row / kSumTileRows * S::kBlocks + chunk / 8) * S::kSumTile + within / 16 * S::kWarpSums +
-          chunk % 8 * 128 + within % 8 * 16 + within / 8 % 2 * 2);
+      found[round] = a.places[item.range * a.base.branch_count + b].row(branch, item.entry, item.head, segment) + row -
+                     queries.begin;
+    }
+    float total[8] = {};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 two = __ldg(sums + 2 * j);
-        total[2 * j] += two.x;
-        total[2 * j + 1] += two.y;
+    for (int round = 0; round < kRounds; ++round) {
+      for (int b = round * kLanes; b < min(a.base.branch_count, (round + 1) * kLanes); ++b) {
+        const std::int64_t row = __shfl_sync(~0u, found[round], b % kLanes, kLanes);
+        if (row < 0 || chunk * 8 >= a.base.columns) continue;
+        const int within = static_cast<int>(row % kSumTileRows);
+        const float2* const sums = reinterpret_cast<const float2*>(
+            a.sums + (row / kSumTileRows * S::kBlocks + chunk / 8) * S::kSumTile + within / 16 * S::kWarpSums +
+            chunk % 8 * 128 + within % 8 * 16 + within / 8 % 2 * 2);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 two = __ldg(sums + 2 * j);
+          total[2 * j] += two.x;
+          total[2 * j + 1] += two.y;
+        }
       }
     }
+    if (!exists || chunk * 8 >= a.base.columns) continue;
     Eight<T> result;
 #pragma unroll
     for (int j = 0; j < 8; ++j) result.elements[j] = cuda::from_float<T>(total[j] * a.base.sum_scale);

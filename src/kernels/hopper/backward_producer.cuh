@@ -207,7 +207,8 @@ struct BackwardProducer {
         }
       }
       ready = kNone;
-      if (turns && !S::kWide && group == 1) close();  // where strands are short it may have nothing to add for long
+      // Items before the next one may wait for this one, and the next one for them.
+      if (turns) close();
     }
     close();
   }

@@ -16,7 +16,9 @@ namespace {
 
 constexpr std::int64_t kWidest = 128;
 // Strands that are worked on together: sums of dq, Q and dO of all of them should stay in L2.
-constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20, kFewestStrands = 4, kMostStrands = 32;
+constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20, kFewestStrands = 4, kMostStrands = 32, kMostInOrder = 48;
+// Tiles of queries by which a tile of keys comes after the one before it, where they add in order.
+constexpr std::int64_t kLag = 7;
 // Short strands and many branches take more sums than dq has rows; this often at most, unless they are small.
 constexpr double kMostSums = 3.0;
 constexpr std::int64_t kSmallSums = std::int64_t{64} << 20;
@@ -25,6 +27,9 @@ constexpr std::int64_t kSmallSums = std::int64_t{64} << 20;
 std::int64_t sum_columns(const Problem& problem) {
   return problem.head_dim <= 48 ? 48 : problem.head_dim <= 64 ? 64 : 128;
 }
+
+/// Queries of a tile, as BackwardShape has them.
+int tile_queries(const Problem& problem) { return problem.head_dim <= 64 ? 128 : 64; }
 
 struct Space {
   std::size_t lse = 0, delta = 0, sums = 0, turns = 0, ticket = 0, dk = 0, dv = 0, total = 0;
@@ -54,8 +59,21 @@ Space layout(const Plan& plan) {
   return space;
 }
 
+std::int64_t strands_together(const cuda::Work& work, const Problem& problem) {
+  const std::int64_t bytes = std::int64_t{work.tiles} * kKeyTileRows * sum_columns(problem) * 8;
+  return std::clamp(kCacheBytes / bytes, kFewestStrands, kMostStrands);
+}
+/// So many that few tiles of keys of one strand are under way, which wait for one another: a block must not come round
+/// to a strand before its turn there. Chunks are even, since the last one would wait most.
+std::int64_t strands_in_order(const cuda::Work& work, const Problem& problem, int blocks) {
+  const std::int64_t tiles = std::int64_t{work.tiles} * kKeyTileRows / tile_queries(problem);
+  const std::int64_t strands = std::clamp(kLag * blocks / tiles, strands_together(work, problem), kMostInOrder);
+  const std::int64_t chunks = std::max<std::int64_t>(1, work.strands / strands);
+  return std::max<std::int64_t>(1, (work.strands + chunks - 1) / chunks);
+}
+
 bool make_maps(BackwardLaunch& launch, const BackwardArguments& a) {
-  const int query_box = a.plan.problem().head_dim <= 64 ? 128 : 64;
+  const int query_box = tile_queries(a.plan.problem());
   return for_each_map(launch, a.plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t key_rows) {
     return encode(launch.q[map], a.q, dilation, rows, query_box) &&
            encode(launch.dout[map], a.dout, dilation, rows, query_box) &&
@@ -173,6 +191,11 @@ void backward(const BackwardArguments& a) {
     parts.base = base;
     parts.base.fill = base.fill || base.merges;
     cuda::add_work(parts.base, a.plan, {kSumTileRows, false, true});
+    for (int w = 0; w < parts.base.work_count;
+         ++w) {  // heads of one tile after the other: they are neighbours in memory
+      cuda::Work& work = parts.base.work[w];
+      work.chunk = static_cast<unsigned>(work.head_count);
+    }
     parts.zero_keys = !base.sum_keys;
     for (int r = 0; r < base.range_count; ++r) rows_left -= base.ranges[r].count;
     parts.finish_keys = base.sum_keys && rows_left == 0;
@@ -186,13 +209,13 @@ void backward(const BackwardArguments& a) {
       if (part.items == 0) return;
       parts.base = part;
       parts.items = static_cast<unsigned>(part.items);
-      for (int w = 0; w < part.work_count; ++w) {
-        cuda::Work& work = parts.base.work[w];
-        const std::int64_t strand_bytes = std::int64_t{work.tiles} * kKeyTileRows * sum_columns(problem) * 8;
-        work.chunk = static_cast<unsigned>(std::clamp(kCacheBytes / strand_bytes, kFewestStrands, kMostStrands));
-      }
       launch.query_group = part.heads / part.kv_heads;
       launch.blocks = static_cast<int>(std::min<std::int64_t>(part.items, multiprocessors(problem)));
+      for (int w = 0; w < part.work_count; ++w) {
+        cuda::Work& work = parts.base.work[w];
+        work.chunk = static_cast<unsigned>(in_order ? strands_in_order(work, problem, launch.blocks)
+                                                    : strands_together(work, problem));
+      }
       if (!first) cuda::check(cudaMemsetAsync(parts.ticket, 0, sizeof(unsigned), stream), "clearing a counter");
       first = false;
       cuda::check(starts.run(launch, stream), "starting the Hopper backward kernel");

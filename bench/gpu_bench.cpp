@@ -74,6 +74,16 @@ std::vector<Workload> workloads() {
   add_special("dense4k_tf32", 4096, 8, DType::f32, [](Options& options) { options.allow_tf32 = true; });
   add_special("dense16k_d64_deterministic", 16384, 16, DType::bf16,
               [](Options& options) { options.deterministic = true; });
+  for (std::size_t i = 0, count = list.size(); i < count; ++i) {
+    const std::string& name = list[i].name;
+    if (name != "dense16k_d64_causal" && name != "dense16k_d128" && name != "seed131k" && name != "seed131k_causal")
+      continue;
+    Workload again = list[i];
+    again.name += "_deterministic";
+    again.options.deterministic = true;
+    again.always = false;
+    list.push_back(std::move(again));
+  }
   return list;
 }
 

@@ -100,7 +100,7 @@ class DilatedCache:
             self._strands.append(_Strand(slice(begin, begin + count), segment, dilation, index % dilation))
             begin += count
         self.position = 0
-        self._like: Tensor | None = None
+        self._kind: tuple | None = None  # batch, head_dim, dtype and device it began with
 
     @property
     def bytes(self) -> int:
@@ -110,7 +110,7 @@ class DilatedCache:
     def reset(self) -> None:
         """Back to position 0, for any batch and type; memory is given back."""
         self.position = 0
-        self._like = None
+        self._kind = None
         for strand in self._strands:
             strand.keys = strand.values = None
 
@@ -121,14 +121,13 @@ class DilatedCache:
             )
         if x.shape[1] != like.shape[1]:
             raise InvalidArgument(f"{name} has {x.shape[1]} tokens, key has {like.shape[1]}: they must be equal", name)
-        if self._like is None:
-            self._like = x[:, :0]
-        before = self._like
-        same = x.shape[0] == before.shape[0] and x.shape[3] == before.shape[3]
-        if not same or x.dtype != before.dtype or x.device != before.device:
+        kind = (x.shape[0], x.shape[3], x.dtype, x.device)
+        wanted = self._kind or (like.shape[0], like.shape[3], like.dtype, like.device)
+        if kind != wanted:
+            batch, head_dim, dtype, device = wanted
             raise InvalidArgument(
-                f"{name} is {list(x.shape)} {x.dtype} on {x.device}, the cache began with batch {before.shape[0]}, head_dim "
-                f"{before.shape[3]}, {before.dtype} on {before.device}: go on alike, or reset() the cache",
+                f"{name} is {list(x.shape)} {x.dtype} on {x.device}, the cache has batch {batch}, head_dim {head_dim}, "
+                f"{dtype} on {device}: go on alike, or reset() the cache",
                 name,
             )
 
@@ -143,9 +142,10 @@ class DilatedCache:
         return self._take(query, key, value)
 
     def _take(self, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
-        for name, x in (("query", query), ("key", key), ("value", value)):
+        for name, x in (("key", key), ("value", value), ("query", query)):
             if x is not None:
                 self._check(name, x, key)
+        self._kind = (key.shape[0], key.shape[3], key.dtype, key.device)
         out = None if query is None else torch.zeros_like(query, memory_format=torch.contiguous_format)
         for strand in self._strands:
             strand.step(self.position, query, key, value, out, self._options)

@@ -345,17 +345,19 @@ class LongNetLM(nn.Module):
                     f"ids has {low if low < 0 else high}: give tokens from 0 to {self.num_tokens - 1}", "ids"
                 )
 
-    def _hidden(self, ids: Tensor, is_causal: bool, cache: LongNetCache | None = None) -> Tensor:
+    def _hidden(
+        self, ids: Tensor, is_causal: bool, first: int, length: int | None, cache: LongNetCache | None = None
+    ) -> Tensor:
         self._check(ids)
-        first, length = (0, ids.shape[1]) if cache is None else (cache.position, cache.length)
         x = self.token_embedding(ids)
         if self.pos_embedding.kind != "none":
             x = x + self.pos_embedding(x, first, length)
         return self.long_net(x, is_causal=is_causal, cache=cache)
 
-    def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
-        """Tokens [batch, tokens] -> logits [batch, tokens, num_tokens]."""
-        return self.out(self.norm(self._hidden(x, is_causal)))
+    def forward(self, x: Tensor, is_causal: bool = True, *, first: int = 0, length: int | None = None) -> Tensor:
+        """Tokens [batch, tokens] -> logits [batch, tokens, num_tokens]. first, length: where x begins in a sequence of so
+        many tokens, if a ring has given its attention the rest."""
+        return self.out(self.norm(self._hidden(x, is_causal, first, length)))
 
     def new_cache(self, length: int | None = None) -> LongNetCache:
         """An empty cache for decode. positions='xpos' needs the final length of the sequence, prompt included."""
@@ -379,7 +381,7 @@ class LongNetLM(nn.Module):
                 "the cache with the final length",
                 "ids",
             )
-        x = self._hidden(ids, True, cache)
+        x = self._hidden(ids, True, cache.position, cache.length, cache)
         return self.out(self.norm(x[:, -1:] if last_only else x))
 
     def generate(

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Trains a byte-level LongNetLM on a file of text, and writes some text of its own at the end.
+
+    python examples/train_lm.py --data FILE --context 8192
+    torchrun --nproc-per-node 4 examples/train_lm.py --data FILE --ring 2     # 2 rings of 2: 2 sequences at a time
+
+Checkpoints are safetensors files, replaced in one step, so that a killed run finds the last one whole and goes on from there
+with the same losses: what a step draws depends on the seed and its number alone. Under torchrun the ranks of a ring share
+each sequence, the rings share the batch, and the losses are those of one process with the whole batch, to rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from longspan.torch import LongNetLM, MultiheadDilatedAttention, RingDilatedAttention
+
+BYTES = 256
+
+
+@dataclasses.dataclass
+class Place:
+    """Where this process stands: rank of its ring, and which ring of how many."""
+
+    rank: int = 0
+    ring_rank: int = 0
+    ring_size: int = 1
+    ring: int = 0
+    rings: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+def join(ring_size: int | None) -> Place:
+    """Under torchrun: rings of ring_size neighbours (default: everybody in one)."""
+    if "WORLD_SIZE" not in os.environ:
+        return Place()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size = ring_size or world
+    if world % size:
+        raise SystemExit(f"--ring {size}: {world} processes cannot be split into rings of {size}")
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
+    return Place(rank, rank % size, size, rank // size, world // size, groups[rank // size])
+
+
+def make_model(arguments: argparse.Namespace, place: Place) -> LongNetLM:
+    torch.manual_seed(arguments.seed)
+    segments = [min(arguments.context, size) for size in (256, 1024, 4096, 16384)][: arguments.heads]
+    model = LongNetLM(
+        BYTES,
+        d_model=arguments.width,
+        nhead=arguments.heads,
+        num_encoder_layers=arguments.layers,
+        num_decoder_layers=arguments.layers,
+        dim_feedforward=4 * arguments.width,
+        segment_lengths=segments,
+        dilation_rates=[1, 2, 4, 8][: len(segments)],
+        dropout=arguments.dropout,
+        positions="rotary",
+        gradient_checkpointing=arguments.gradient_checkpointing,
+    )
+    if place.group is not None:
+        for module in model.modules():
+            if isinstance(module, MultiheadDilatedAttention):
+                one = module.attention
+                module.attention = RingDilatedAttention(
+                    one.segment_lengths, one.dilation_rates, one.dropout, process_group=place.group
+                )
+    return model.to(arguments.device)
+
+
+def make_batch(data: np.ndarray, step: int, arguments: argparse.Namespace, place: Place) -> tuple[torch.Tensor, ...]:
+    """This process's rows and columns of the step's batch: inputs, and the bytes that follow them."""
+    drawn = np.random.default_rng([arguments.seed, step]).integers(len(data) - arguments.context, size=arguments.batch)
+    mine = drawn[place.ring :: place.rings]
+    share = arguments.context // place.ring_size
+    first = place.ring_rank * share
+    rows = np.stack([data[start + first : start + first + share + 1] for start in mine]).astype(np.int64)
+    rows = torch.from_numpy(rows).to(arguments.device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(arguments, name) for name in ("context", "width", "layers", "heads", "batch", "seed")}
+
+
+def flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def save(file: Path, step: int, model: LongNetLM, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace) -> None:
+    """Writes beside the old file and replaces it when all is on the disk."""
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"optimizer.{key}.{name}"] = torch.as_tensor(value)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    save_file(tensors, unfinished, {"step": str(step), "settings": json.dumps(settings(arguments))})
+    flush(unfinished)
+    os.replace(unfinished, file)
+    flush(file.parent)
+
+
+def load(file: Path, model: LongNetLM, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace) -> int:
+    """Fills model and optimizer; returns the step to go on with."""
+    with safe_open(file, "pt") as stored:
+        metadata = stored.metadata()
+        for name, value in json.loads(metadata["settings"]).items():
+            if value != settings(arguments)[name]:
+                raise SystemExit(
+                    f"{file} was written with --{name} {value}, this run has {settings(arguments)[name]}: use the same, or "
+                    "another --out"
+                )
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+    model.load_state_dict({name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")})
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {
+            key: tensors[f"optimizer.{key}.{name}"].to("cpu" if key == "step" else parameter.device)
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        }
+    return int(metadata["step"])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="a file; its bytes are the tokens")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, help="sequences in a step, over all processes (default: one for each ring)")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2, help="of the encoder, and as many of the decoder")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ring", type=int, help="processes that share a sequence (default: all of them)")
+    parser.add_argument("--out", type=Path, help="folder for checkpoint.safetensors; a run that finds one goes on from it")
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end")
+    return parser.parse_args()
+
+
+def train(arguments: argparse.Namespace, place: Place) -> LongNetLM:
+    data = np.memmap(arguments.data, np.uint8, mode="r")
+    if len(data) <= arguments.context:
+        raise SystemExit(f"--data has {len(data)} bytes: more than --context {arguments.context} are needed")
+    if arguments.context % place.ring_size or arguments.batch % place.rings:
+        raise SystemExit(
+            f"--context {arguments.context} must be a multiple of the ring's {place.ring_size} processes, --batch "
+            f"{arguments.batch} of the {place.rings} rings"
+        )
+    model = make_model(arguments, place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
+    file = arguments.out / "checkpoint.safetensors" if arguments.out else None
+    begin = load(file, model, optimizer, arguments) if file and file.exists() else 0
+    # Every process has the mean over as many bytes, so the mean of gradients is that of the whole batch.
+    shared = model if place.group is None else DistributedDataParallel(model)
+    first, started = place.ring_rank * (arguments.context // place.ring_size), time.monotonic()
+    for step in range(begin, arguments.steps):
+        inputs, targets = make_batch(data, step, arguments, place)
+        torch.manual_seed(arguments.seed + 1_000_003 * (step + 1))  # dropout
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
+        with torch.autocast(torch.device(arguments.device).type, torch.bfloat16, enabled=arguments.bf16):
+            logits = shared(inputs, first=first, length=arguments.context)
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        mean = loss.detach()
+        if place.group is not None:
+            dist.all_reduce(mean)
+            mean = mean / dist.get_world_size()
+        if place.rank == 0:
+            speed = (step + 1 - begin) * arguments.batch * arguments.context / (time.monotonic() - started)
+            left = (arguments.steps - step - 1) * arguments.batch * arguments.context / speed
+            print(
+                f"step {step + 1}/{arguments.steps}  loss {mean.item():.6f}  {mean.item() / math.log(2):.3f} bits a byte  "
+                f"{speed:,.0f} bytes/s  {left:.0f} s left",
+                flush=True,
+            )
+            if file and ((step + 1) % arguments.save_every == 0 or step + 1 == arguments.steps):
+                save(file, step + 1, model, optimizer, arguments)
+    return model
+
+
+def main() -> None:
+    arguments = parse()
+    place = join(arguments.ring)
+    arguments.batch = arguments.batch or place.rings
+    model = train(arguments, place)
+    if place.group is not None:
+        dist.destroy_process_group()
+    elif arguments.sample:
+        prompt = torch.tensor([list(b"The ")], device=arguments.device)
+        text = model.generate(prompt, arguments.sample, temperature=0.8, top_p=0.95, seed=arguments.seed)
+        print(bytes(text[0].tolist()).decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()

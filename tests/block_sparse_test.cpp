@@ -93,7 +93,7 @@ TEST(BlockSparse, RandomMasks) {
 bool same_bits(const Tensor& a, const Tensor& b) { return a == b; }
 
 TEST(BlockSparse, KeepingEverythingIsDenseBitForBit) {
-  for (const DType dtype : {DType::f32, DType::f16}) {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     for (const int b : {16, 32, 64, 128}) {
       for (const bool causal : {false, true}) {
         for (const std::int64_t kv_heads : {4, 2}) {

@@ -5,6 +5,7 @@
 //     weights = exp2(scores - lse), dscores = weights * (dweights - delta)
 //     dv += weights^T dout, dk += dscores^T q   (a read by columns: nothing is transposed)
 //     dq += dscores k                           summed over the task's keys, then added to dq in the order of tasks
+//   Under a block mask query tiles never cross a block row, and key tiles are cut to the runs of keys that it sees.
 #pragma once
 
 #include <thread>
@@ -27,6 +28,7 @@ struct VectorBackward : Layout {
   static constexpr int kPanel = kScoreVectors * kLanes;
   static constexpr std::int64_t kQueryTile = kPerUnit == 2 ? 96 : 48;
   static constexpr std::int64_t kKeyTile = kPerUnit == 2 ? 192 : 96;
+  static constexpr std::int64_t kRunMultiple = kChunk;
   static constexpr bool kClearUnseen = false;
   static_assert(kKeyTile % kPanel == 0 && kKeyTile % kTileRows == 0 && kQueryTile % kRows == 0 && kQueryTile % kTileRows == 0);
 
@@ -109,8 +111,8 @@ struct BackwardMemory {
     k_panels = carver.take<float>(keys * scheme.depth);
     v_panels = carver.take<float>(keys * scheme.depth);
     k_values = carver.take<float>(Scheme::value_floats(keys, columns));
-    dk = carver.take<float>(keys * columns);
-    dv = carver.take<float>(keys * columns);
+    dk = carver.take<float>((keys + kTileRows) * columns);  // a run's last keys are added to a few at a time
+    dv = carver.take<float>((keys + kTileRows) * columns);
     excluded = carver.take<float>(keys);
     q = carver.take<float>(Scheme::kQueryTile * columns);
     dout = carver.take<float>(Scheme::kQueryTile * columns);
@@ -136,12 +138,13 @@ class BackwardRun {
   static constexpr std::int64_t kQueryTile = Scheme::kQueryTile, kKeyTile = Scheme::kKeyTile;
   static constexpr int kRows = Scheme::kRows;
   static constexpr std::int64_t kGroups = kQueryTile / kRows;
+  static constexpr std::int64_t kPackedRows = 2 * kRows;  // rows are packed in multiples of this
   static_assert(kKeyTile % kChunk == 0 && kRows % 2 == 0);
 
  public:
   BackwardRun(const BackwardShared& shared, const BackwardTask& task, std::byte* memory)
       : shared_(shared), task_(task), scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
-        carver_(memory), m_(carver_, scheme_, task.key_end - task.key_begin), policy_(shared, task),
+        carver_(memory), m_(carver_, scheme_, task.key_end - task.key_begin), policy_(shared, task), blocks_(shared, task),
         dweight_factor_(shared.output_scale * shared.keep_factor) {}
 
   void run() {
@@ -189,15 +192,31 @@ class BackwardRun {
     for (std::int64_t begin = shared_.causal ? std::max(run.begin, task_.key_begin) : run.begin; begin < end;) {
       const bool ticketed = task_.tickets && !one_ticket;
       const std::int64_t stop = ticketed ? std::min(end, (begin / kTicketRows + 1) * kTicketRows) : end;
-      rows_ = {task_.heads, begin, stop - begin};
-      q_begin_ = run.q_row + (begin - run.begin) * task_.strand.stride;
       if (ticketed) wait_for(task_.tickets[begin / kTicketRows]);
-      for (std::int64_t tile = 0; tile < rows_.size(); tile += kQueryTile) {
-        query_tile(tile, std::min(kQueryTile, rows_.size() - tile));
+      for (std::int64_t first = begin; first < stop;) {
+        const std::int64_t last = blocks_.next_row(first, stop);
+        q_begin_ = run.q_row + (first - run.begin) * task_.strand.stride;
+        if (!blocks_.heads_differ()) {
+          stream_rows({task_.heads, first, last - first});
+        } else {
+          for (std::int64_t head = 0; head < task_.heads.count; ++head) stream_rows({{task_.heads.at(head), 1, 1}, first, last - first});
+        }
+        first = last;
       }
       if (ticketed) pass_on(task_.tickets[begin / kTicketRows]);
       begin = stop;
     }
+  }
+
+  /// Rows that see the same blocks of keys, in tiles of about equal size.
+  void stream_rows(const VirtualRows& rows) {
+    rows_ = rows;
+    std::int64_t size = kQueryTile;
+    if (blocks_.masked()) {
+      const std::int64_t tiles = (rows_.size() + kQueryTile - 1) / kQueryTile;
+      size = std::min(kQueryTile, round_up((rows_.size() + tiles - 1) / tiles, kPackedRows));
+    }
+    for (std::int64_t tile = 0; tile < rows_.size(); tile += size) query_tile(tile, std::min(size, rows_.size() - tile));
   }
 
   std::int64_t q_row(std::int64_t row) const { return q_begin_ + (rows_.index(row) - rows_.begin) * task_.strand.stride; }
@@ -224,7 +243,8 @@ class BackwardRun {
   }
 
   void load_queries(std::int64_t tile, std::int64_t count) {
-    for (std::int64_t i = 0; i < kQueryTile; ++i) {
+    const std::int64_t packed = std::min(kQueryTile, round_up(count, kPackedRows));
+    for (std::int64_t i = 0; i < packed; ++i) {
       const std::byte *q = zero_row(), *dout = zero_row();
       m_.lse[i] = -kMasked;  // rows that are not there, or saw no key, have weight 0 everywhere
       m_.delta[i] = 0.0f;
@@ -242,23 +262,32 @@ class BackwardRun {
       m_.k_rows[i] = q;  // keys are packed by now: their pointers' place is free
       m_.v_rows[i] = dout;
     }
-    scheme_.pack_queries(m_.q, m_.q_pairs, m_.k_rows, kQueryTile, scheme_.query_factor, m_.scratch);
-    scheme_.pack_queries(m_.dout, m_.dout_pairs, m_.v_rows, kQueryTile, 1.0f, m_.scratch);
-    std::memset(m_.dq, 0, static_cast<std::size_t>(kQueryTile * scheme_.columns) * sizeof(float));
+    scheme_.pack_queries(m_.q, m_.q_pairs, m_.k_rows, packed, scheme_.query_factor, m_.scratch);
+    scheme_.pack_queries(m_.dout, m_.dout_pairs, m_.v_rows, packed, 1.0f, m_.scratch);
   }
 
   void query_tile(std::int64_t tile, std::int64_t count) {
-    load_queries(tile, count);
-    for (std::int64_t key = 0; key < keys(); key += kKeyTile) {
-      if (m_.limits[count - 1] <= task_.key_begin + key) break;
-      key_tile(tile, count, key);
+    std::memset(m_.dq, 0, static_cast<std::size_t>(round_up(count, kPackedRows) * scheme_.columns) * sizeof(float));
+    const std::int64_t head = rows_.head(tile), row = rows_.index(tile), last = rows_.index(tile + count - 1);
+    // Keys that some row of the tile may see at all.
+    const std::int64_t end = std::min(keys(), shared_.causal ? last + 1 - task_.key_begin : task_.strand.count);
+    bool loaded = false;
+    for (std::int64_t key = 0;;) {
+      const std::int64_t from = std::max(key, (blocks_.next_key(head, row, task_.key_begin + key) - task_.key_begin) / Scheme::kRunMultiple * Scheme::kRunMultiple);
+      if (from >= end) break;
+      const std::int64_t length = blocks_.run_length(head, row, task_.key_begin + from, std::min(kKeyTile, keys() - from), Scheme::kRunMultiple);
+      key = from + length;
+      if (!loaded) load_queries(tile, count);
+      loaded = true;
+      key_tile(tile, count, from, length);
     }
-    write_queries(tile, count);
+    if (loaded || !adds()) write_queries(tile, count);
   }
+  /// Whether dq is added to; otherwise this task is the first to write it, and writes all of it.
+  bool adds() const { return shared_.add_queries || task_.block > 0; }
 
-  HWY_NOINLINE void key_tile(std::int64_t tile, std::int64_t count, std::int64_t key) {
+  HWY_NOINLINE void key_tile(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys) {
     std::int64_t most[kGroups];
-    const std::int64_t tile_keys = std::min(kKeyTile, keys() - key);
     if (!weigh(tile, count, key, tile_keys, most)) return;
     const std::int64_t padded = round_up(keys(), kKeyTile);
     scheme_.add_to_keys(m_.weights, m_.dout_pairs, m_.dv, key, tile_keys, padded, count, most);
@@ -270,55 +299,56 @@ class BackwardRun {
   HWY_INLINE bool weigh(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys, std::int64_t* most) {
     bool any = false;
     const std::int64_t base = task_.key_begin + key;
+    // Products take keys a few at a time: so far beyond the tile's own they must find zeros.
+    const std::int64_t cleared = std::min(kKeyTile, round_up(tile_keys + kTileRows - 1, 2 * kChunk));
     for (std::int64_t row = 0; row < count; row += kRows) {
       std::int64_t seen = 0;
-      std::uint32_t chunks = 0;
       for (int i = 0; i < kRows; ++i) {
         const std::int64_t limit = std::clamp<std::int64_t>(m_.limits[row + i] - base, 0, tile_keys);
         seen = std::max(seen, limit);
         if constexpr (Policy::kActive) {
           if (limit == 0) continue;
-          const std::int64_t head = rows_.head(tile + row + i), index = rows_.index(tile + row + i);
-          const std::uint32_t own = policy_.active_chunks(head, index, base);
-          policy_.fill(head, index, base, kKeyTile, own, m_.bias + i * kKeyTile, m_.keep + i * kKeyTile);
-          chunks |= own & ((1u << ((tile_keys + kChunk - 1) / kChunk)) - 1);
+          policy_.fill(rows_.head(tile + row + i), rows_.index(tile + row + i), base, tile_keys, m_.bias + i * kKeyTile, m_.keep + i * kKeyTile);
         }
       }
       most[row / kRows] = seen;
       if (seen == 0) {
-        clear_rows(row, 0);  // a product may take these rows together with seen ones
-        continue;
-      }
-      if (Policy::kActive && chunks == 0) {
-        clear_rows(row, 0);
+        clear_rows(row, 0, cleared);  // a product may take these rows together with seen ones
         continue;
       }
       any = true;
-      for (std::int64_t panel = 0; panel < seen; panel += Scheme::kPanel) score_panel(row, base, key, panel, seen, tile_keys);
-      if (seen < kKeyTile) clear_rows(row, round_up(seen, kLanes));
+      for (std::int64_t panel = 0; panel < seen;) panel += score_panel(row, base, key, panel, seen, tile_keys);
+      clear_rows(row, round_up(seen, kLanes), cleared);
+      if (blocks_.rounded(Scheme::kRunMultiple)) {
+        for (std::int64_t chunk = 0; chunk < tile_keys; chunk += kChunk) {
+          if (!blocks_.seen(rows_.head(tile), rows_.index(tile), base + chunk)) clear_rows(row, chunk, chunk + kChunk);
+        }
+      }
     }
     if (Scheme::kClearUnseen && any) {
-      for (std::int64_t row = round_up(count, kRows); row < round_up(count, 2 * kRows); row += kRows) clear_rows(row, 0);
+      for (std::int64_t row = round_up(count, kRows); row < round_up(count, 2 * kRows); row += kRows) clear_rows(row, 0, cleared);
     }
     return any;
   }
 
-  /// Zeros beyond key `from` in the rows of a group.
-  void clear_rows(std::int64_t row, std::int64_t from) {
+  /// Zeros for keys from .. to in the rows of a group.
+  void clear_rows(std::int64_t row, std::int64_t from, std::int64_t to) {
     const V zero = hn::Zero(kFloat);
     for (int i = 0; i < kRows; i += 2) {
-      for (std::int64_t key = from; key < kKeyTile; key += kLanes) {
+      for (std::int64_t key = from; key < to; key += kLanes) {
         Scheme::put(m_.weights, m_.dscores, m_.dscore_rows, row + i, key, zero, zero, zero, zero);
       }
     }
   }
 
-  /// Scores of kRows rows and one panel of keys, turned into weights and dscores.
-  HWY_INLINE void score_panel(std::int64_t row, std::int64_t base, std::int64_t key, std::int64_t panel, std::int64_t seen,
-                              std::int64_t tile_keys) {
+  /// Scores of kRows rows and one panel of keys (or what is left of it), turned into weights and dscores. Returns how many
+  /// keys that were.
+  HWY_INLINE std::int64_t score_panel(std::int64_t row, std::int64_t base, std::int64_t key, std::int64_t panel, std::int64_t seen,
+                                      std::int64_t tile_keys) {
     constexpr std::int64_t kPanel = Scheme::kPanel;
-    const int vectors = static_cast<int>(std::min<std::int64_t>(kPanel / kLanes, (seen - panel + kLanes - 1) / kLanes));
-    const std::int64_t offset = (key + panel) * scheme_.depth, stride = scheme_.query_stride_backward();
+    const std::int64_t within = (key + panel) % kPanel;
+    const int vectors = static_cast<int>(std::min<std::int64_t>((kPanel - within) / kLanes, (seen - panel + kLanes - 1) / kLanes));
+    const std::int64_t offset = (key + panel - within) * scheme_.depth + within, stride = scheme_.query_stride_backward();
     scheme_.score_tiles(vectors, m_.q + row * stride, m_.dout + row * stride, m_.k_panels + offset, m_.v_panels + offset, m_.score_tile,
                         m_.dweight_tile);
     const std::int64_t least = std::min(tile_keys, m_.limits[row] - base);  // limits ascend, the group's first is its least
@@ -348,10 +378,11 @@ class BackwardRun {
         Scheme::put(m_.weights, m_.dscores, m_.dscore_rows, row + i, panel + vector * kLanes, w[0], w[1], d[0], d[1]);
       }
     }
+    return vectors * kLanes;
   }
 
   void write_queries(std::int64_t tile, std::int64_t count) {
-    const bool add = shared_.add_queries || task_.block > 0;
+    const bool add = adds();
     for (std::int64_t i = 0; i < count; ++i) {
       const float* const source = m_.dq + i * scheme_.columns;
       const std::int64_t row = q_row(tile + i), head = rows_.head(tile + i);
@@ -399,6 +430,7 @@ class BackwardRun {
   Carver carver_;
   const BackwardMemory<Scheme> m_;
   Policy policy_;
+  const BlockRows blocks_;
   const float dweight_factor_;
   VirtualRows rows_;
   std::int64_t q_begin_ = 0;

@@ -44,7 +44,7 @@ struct CallShared {
   KeyRows keys;
   DropoutRule dropout;
   bool causal;
-  bool extras;               // ALiBi, dropout, key_mask or a block mask: the inner loops with those policies run
+  bool extras;               // ALiBi, dropout or key_mask: the inner loops with those policies run
   float scale;               // on scores
   float keep_factor;         // 1 / (1 - dropout)
   float output_scale;
@@ -109,7 +109,7 @@ struct Engine {
   std::int64_t backward_key_budget;
   /// Keys per backward task are a multiple of this.
   std::int64_t backward_key_tile;
-  std::size_t (*forward_bytes)(std::int64_t head_dim, std::int64_t rows);
+  std::size_t (*forward_bytes)(std::int64_t head_dim, std::int64_t rows, bool masked);
   std::size_t (*backward_bytes)(std::int64_t head_dim, std::int64_t keys);
   void (*forward)(const ForwardShared& shared, const ForwardTask& task, std::byte* memory);
   void (*backward)(const BackwardShared& shared, const BackwardTask& task, std::byte* memory);

@@ -1,5 +1,5 @@
-// Policies of the inner loops. NoExtras is empty: without ALiBi, dropout, key_mask and block masks nothing of them is
-// compiled into the loops. Extras turns all of them into two rows of numbers per query row:
+// Policies of the inner loops, and which blocks of keys rows see. NoExtras is empty: without ALiBi, dropout and key_mask
+// nothing of them is compiled into the loops. Extras turns all of them into two rows of numbers per query row:
 //   bias [keys]  added to base-2 exponents: -slope * distance, and kMasked for pairs that do not attend
 //   keep [keys]  bit masks, all ones where dropout keeps the pair
 #pragma once
@@ -26,12 +26,66 @@ struct VirtualRows {
   std::int64_t head(std::int64_t row) const { return heads.at(row % heads.count); }
 };
 
+/// Keys begin .. end that rows see, counted from some first key.
+struct KeyRun {
+  std::int64_t begin, end;
+};
+
+/// The block mask of a task's branch. Rows of one block row see the same blocks, so loops take them together.
+class BlockRows {
+ public:
+  BlockRows(const CallShared& shared, const StrandTask& task)
+      : branch_(shared.plan.branches()[static_cast<std::size_t>(task.branch)]), entry_(task.entry), heads_(task.heads),
+        size_(branch_.mask ? branch_.mask->block_size() : std::int64_t{1} << 62) {}
+
+  bool masked() const { return branch_.mask.has_value(); }
+  bool heads_differ() const { return masked() && branch_.mask->heads() > 1; }
+  /// First row behind `row`, at most `end`, that sees other blocks.
+  std::int64_t next_row(std::int64_t row, std::int64_t end) const {
+    std::int64_t next = (row / size_ + 1) * size_;
+    if (heads_differ() && heads_.count > 1) return std::min(next, end);
+    while (next < end && std::ranges::equal(of(heads_.first, next - 1), of(heads_.first, next))) next += size_;
+    return std::min(next, end);
+  }
+  /// First key from `key` on that strand row `row` of a head sees, or a very large number.
+  std::int64_t next_key(std::int64_t head, std::int64_t row, std::int64_t key) const {
+    if (!masked()) return key;
+    const auto blocks = of(head, row);
+    const auto found = std::lower_bound(blocks.begin(), blocks.end(), key / size_);
+    return found == blocks.end() ? std::int64_t{1} << 62 : std::max(key, *found * size_);
+  }
+  /// Keys of the run that begins at `key`, which the row sees, rounded out to `multiple` and cut at `most`.
+  std::int64_t run_length(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t most, std::int64_t multiple) const {
+    if (!masked()) return most;
+    const auto blocks = of(head, row);
+    std::int64_t length = 0;
+    for (auto block = std::lower_bound(blocks.begin(), blocks.end(), key / size_); block != blocks.end() && length < most; ++block) {
+      if (*block * size_ - key >= length + multiple) break;
+      length = round_up((*block + 1) * size_ - key, multiple);
+    }
+    return std::min(length, most);
+  }
+  /// Whether runs rounded to `multiple` may hold keys that are not seen, which seen() tells apart.
+  bool rounded(std::int64_t multiple) const { return masked() && size_ < multiple; }
+  bool seen(std::int64_t head, std::int64_t row, std::int64_t key) const {
+    return branch_.mask->active(branch_.mask_head(entry_, head), row / size_, key / size_);
+  }
+
+ private:
+  std::span<const std::int32_t> of(std::int64_t head, std::int64_t row) const {
+    return branch_.mask->row(branch_.mask_head(entry_, head), row / size_);
+  }
+  const BranchPlan& branch_;
+  const std::int64_t entry_;
+  const HeadSet heads_;
+  const std::int64_t size_;
+};
+
 struct NoExtras {
   static constexpr bool kActive = false;
   NoExtras(const CallShared&, const StrandTask&) {}
   void begin_keys(std::int64_t, std::int64_t, float*) {}
-  std::uint32_t active_chunks(std::int64_t, std::int64_t, std::int64_t) const { return ~0u; }
-  void fill(std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::uint32_t, float*, float*) const {}
+  void fill(std::int64_t, std::int64_t, std::int64_t, std::int64_t, float*, float*) const {}
 };
 
 class Extras {
@@ -39,7 +93,7 @@ class Extras {
   static constexpr bool kActive = true;
 
   Extras(const CallShared& shared, const StrandTask& task)
-      : shared_(shared), task_(task), branch_(shared.plan.branches()[static_cast<std::size_t>(task.branch)]) {}
+      : shared_(shared), task_(task) {}
 
   /// Notes which of the strand's rows [begin, begin + count) key_mask excludes, in `excluded` (kMasked or 0).
   void begin_keys(std::int64_t begin, std::int64_t count, float* excluded) {
@@ -52,40 +106,20 @@ class Extras {
     }
   }
 
-  /// Bit j: whether strand row `row` of a head sees the block that holds keys key + 16 j ...
-  std::uint32_t active_chunks(std::int64_t head, std::int64_t row, std::int64_t key) const {
-    if (!branch_.mask) return ~0u;
-    const std::int64_t size = branch_.mask->block_size();
-    const auto blocks = branch_.mask->row(branch_.mask_head(task_.entry, head), row / size);
-    std::uint32_t bits = 0;
-    auto next = std::lower_bound(blocks.begin(), blocks.end(), key / size);
-    for (int chunk = 0; chunk < 32 && next != blocks.end(); ++chunk) {
-      const std::int64_t block = (key + chunk * kChunk) / size;
-      while (next != blocks.end() && *next < block) ++next;
-      if (next != blocks.end() && *next == block) bits |= 1u << chunk;
-    }
-    return bits;
-  }
-
-  /// bias and keep of the pairs (strand row `row` of `head`, keys key .. key + count). key is a multiple of 16, `chunks`
-  /// are the active ones from there.
-  void fill(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, std::uint32_t chunks, float* bias,
-            float* keep) const {
+  /// bias and keep of the pairs (strand row `row` of `head`, keys key .. key + count). key is a multiple of 16.
+  void fill(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, float* bias, float* keep) const {
     float slope = 0;
     if (shared_.call.alibi_slopes.given()) {
       slope = -*shared_.call.alibi_slopes.at<float>(0, 0, head) * kLog2e * static_cast<float>(task_.strand.stride);
     }
     const V step = broadcast(slope);
     for (std::int64_t i = 0; i < count; i += kLanes) {
-      V value = broadcast(kMasked);
-      if (chunks >> (i / kChunk) & 1u) {
-        value = hn::Zero(kFloat);
-        if (slope != 0) {
-          const V distance = hn::Abs(hn::Iota(kFloat, static_cast<float>(key + i - row)));
-          value = hn::Mul(distance, step);
-        }
-        if (shared_.call.key_mask.given()) value = hn::Add(value, load(excluded_ + (key - excluded_begin_) + i));
+      V value = hn::Zero(kFloat);
+      if (slope != 0) {
+        const V distance = hn::Abs(hn::Iota(kFloat, static_cast<float>(key + i - row)));
+        value = hn::Mul(distance, step);
       }
+      if (shared_.call.key_mask.given()) value = hn::Add(value, load(excluded_ + (key - excluded_begin_) + i));
       store(value, bias + i);
     }
     fill_keep(head, row, key, count, keep);
@@ -108,7 +142,6 @@ class Extras {
 
   const CallShared& shared_;
   const StrandTask& task_;
-  const BranchPlan& branch_;
   const float* excluded_ = nullptr;
   std::int64_t excluded_begin_ = 0;
 };

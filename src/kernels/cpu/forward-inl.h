@@ -4,6 +4,8 @@
 //   rows in groups of kGroup: scores [kGroup][kKeyBlock] stay in the first-level cache from product to product
 //     scores = q k^T;  largest = max;  weights = exp2(scores - largest);  out = out * correction + weights values
 //   Every decision is per row, and masked pairs are exact no-ops, so a row's bits depend on its own keys only.
+//   Under a block mask groups never cross a block row: their rows see the same runs of keys, and the rest costs nothing.
+//   Up to kKeyBlock of a row's keys are taken together, from a window of several blocks, and lie side by side in `scores`.
 #pragma once
 
 #include <array>
@@ -22,6 +24,7 @@ struct VectorForward : Layout {
   using Layout::Layout;
   using Products = typename Layout::Products;
   static constexpr int kGroup = kTileRows;
+  static constexpr int kRowMultiple = kTileRows;  // rows that products read and write together
   static constexpr int kPanel = kTileVectors * kLanes;
   static constexpr std::int64_t kKeyBlock = 512;
   static constexpr std::int64_t kScoreStride = kKeyBlock;
@@ -33,9 +36,9 @@ struct VectorForward : Layout {
   /// scores[row][begin .. end) for the group's `rows` (each sees `limits` keys); begin is a multiple of kRunMultiple.
   void scores(std::int64_t rows, const std::int64_t*, const float* q, const float* k_panels, std::int64_t begin, std::int64_t end,
               float* scores) const {
-    for (std::int64_t key = begin / kPanel * kPanel; key < end; key += kPanel) {
-      const int vectors = static_cast<int>(std::min<std::int64_t>(kTileVectors, (end - key + kLanes - 1) / kLanes));
-      const float* const panel = k_panels + key * this->depth;
+    for (std::int64_t key = begin, within = begin % kPanel; key < end; key += kPanel - within, within = 0) {
+      const int vectors = static_cast<int>(std::min<std::int64_t>((kPanel - within) / kLanes, (end - key + kLanes - 1) / kLanes));
+      const float* const panel = k_panels + (key - within) * this->depth + within;
       const int inner = static_cast<int>(this->product_depth());
       if (rows == 1) product_some<Products, 1, kTileVectors>(vectors, q, 0, panel, kPanel, inner, scores + key, 0);
       else product_some<Products, kGroup, kTileVectors>(vectors, q, this->query_stride(), panel, kPanel, inner, scores + key, kScoreStride);
@@ -77,65 +80,136 @@ struct ForwardMemory {
   float *bias, *keep, *excluded;
   std::int64_t* limits;
 
-  ForwardMemory(Carver& carver, const Scheme& scheme, std::int64_t rows) {
-    const std::int64_t padded = round_up(rows, Scheme::kGroup), block = Scheme::kKeyBlock;
-    k_rows = carver.take<const std::byte*>(block);
-    v_rows = carver.take<const std::byte*>(block);
+  ForwardMemory(Carver& carver, const Scheme& scheme, std::int64_t slots, std::int64_t window) {
+    const std::int64_t padded = round_up(slots, Scheme::kGroup) + Scheme::kGroup, block = Scheme::kKeyBlock;
+    k_rows = carver.take<const std::byte*>(window);
+    v_rows = carver.take<const std::byte*>(window);
     q = carver.take<float>(padded * scheme.query_stride());
     out = carver.take<float>(padded * scheme.columns);
     largest = carver.take<float>(padded + kLanes);
     sums = carver.take<float>(padded * kLanes);
     limits = carver.take<std::int64_t>(padded);
-    k_panels = carver.take<float>(round_up(block, Scheme::kPanel) * scheme.depth);
-    values = carver.take<float>(Scheme::value_floats(block, scheme.columns));
+    k_panels = carver.take<float>(round_up(window, Scheme::kPanel) * scheme.depth);
+    values = carver.take<float>(Scheme::value_floats(window, scheme.columns));
     scores = carver.take<float>(Scheme::kGroup * Scheme::kScoreStride);
     scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.depth, kMaxHeadDim));
     corrections = carver.take<float>(round_up(Scheme::kGroup, kLanes));
     bases = carver.take<float>(round_up(Scheme::kGroup, kLanes));
     bias = carver.take<float>(block);
     keep = carver.take<float>(Scheme::kGroup * block);
-    excluded = carver.take<float>(block);
+    excluded = carver.take<float>(window);
   }
 };
+
+/// Keys that are packed together: one block, or under a mask as many as leave room in the second-level cache.
+template <class Scheme>
+std::int64_t key_window(std::int64_t head_dim, bool masked) {
+  constexpr std::int64_t kCachedKeys = 64 * 1024 * Scheme::Products::kPerUnit;  // times head_dim
+  return masked ? Scheme::kKeyBlock * std::clamp<std::int64_t>(kCachedKeys / head_dim / Scheme::kKeyBlock, 1, 8) : Scheme::kKeyBlock;
+}
 
 template <class Scheme, class Policy>
 class ForwardRun {
  public:
   ForwardRun(const ForwardShared& shared, const ForwardTask& task, std::byte* memory)
       : shared_(shared), task_(task), scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
-        carver_(memory), m_(carver_, scheme_, task.rows.count * task.heads.count), policy_(shared, task),
-        rows_{task.heads, task.rows.begin, task.rows.count} {}
+        rows_{task.heads, task.rows.begin, task.rows.count}, blocks_(shared, task),
+        window_(key_window<Scheme>(scheme_.head_dim, blocks_.masked())), carver_(memory), m_(carver_, scheme_, slots(), window_), policy_(shared, task) {}
 
   void run() {
     Scheme::begin();
     load_queries();
     const std::int64_t last = rows_.begin + rows_.count;
     const std::int64_t key_end = shared_.causal ? std::min(last, task_.strand.count) : task_.strand.count;
-    for (std::int64_t block = 0; block < key_end; block += Scheme::kKeyBlock) {
-      const std::int64_t keys = std::min(Scheme::kKeyBlock, key_end - block);
-      if (!any_active(block, keys)) continue;
-      point_to_rows(shared_, task_, block, keys, Scheme::kKeyBlock, m_.k_rows, m_.v_rows);
+    for (std::int64_t first = 0; (first = next_window(first)) < key_end; first += window_) {
+      const std::int64_t keys = std::min(window_, key_end - first);
+      point_to_rows(shared_, task_, first, keys, window_, m_.k_rows, m_.v_rows);
       scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, keys, m_.scratch);
       scheme_.pack_values(m_.values, m_.v_rows, round_up(keys, Scheme::kKeyMultiple));
-      policy_.begin_keys(block, keys, m_.excluded);
-      for (std::int64_t group = 0; group < rows_.size(); group += Scheme::kGroup) attend(group, block, keys);
+      policy_.begin_keys(first, keys, m_.excluded);
+      for_each_span([&](const Span& span) {
+        for (std::int64_t from = 0; from < keys;) {
+          KeyRun runs[kMostRuns];
+          const int count = take_runs(span, first, keys, from, runs);
+          if (count == 0) break;
+          for (std::int64_t at = 0; at < span.rows; at += Scheme::kGroup) {
+            attend(span, at, std::min<std::int64_t>(Scheme::kGroup, span.rows - at), first, keys, runs, count);
+          }
+        }
+      });
     }
     Scheme::end();
-    for (std::int64_t row = 0; row < rows_.size(); ++row) finish(row);
+    for_each_span([&](const Span& span) {
+      for (std::int64_t i = 0; i < span.rows; ++i) finish(span.row + i, span.slot + i);
+    });
   }
 
  private:
+  static constexpr int kMostRuns = static_cast<int>(Scheme::kKeyBlock / kChunk);
+
+  /// Rows of the task that see the same blocks: virtual rows row .. row + rows, kept in slots of their own.
+  struct Span {
+    std::int64_t row, rows, slot;
+  };
+  template <class Body>
+  void for_each_span(Body&& body) const {
+    std::int64_t slot = 0;
+    for (std::int64_t index = rows_.begin, end = rows_.begin + rows_.count; index < end;) {
+      const std::int64_t stop = blocks_.next_row(index, end);
+      const Span span{(index - rows_.begin) * rows_.heads.count, (stop - index) * rows_.heads.count, slot};
+      body(span);
+      slot += round_up(span.rows, Scheme::kRowMultiple);
+      index = stop;
+    }
+  }
+  std::int64_t slots() const {
+    std::int64_t count = 0;
+    for_each_span([&](const Span& span) { count = span.slot + round_up(span.rows, Scheme::kRowMultiple); });
+    return count;
+  }
+  /// Start of the first window of keys from `key` on that some row sees.
+  std::int64_t next_window(std::int64_t key) const {
+    std::int64_t first = std::int64_t{1} << 62;
+    for_each_span([&](const Span& span) { first = std::min(first, blocks_.next_key(rows_.head(span.row), rows_.index(span.row), key)); });
+    return first / window_ * window_;
+  }
+  /// The next runs that a span sees, from key `from` of the window on: together at most kKeyBlock keys. Moves `from` behind them.
+  int take_runs(const Span& span, std::int64_t first, std::int64_t keys, std::int64_t& from, KeyRun* runs) const {
+    const std::int64_t head = rows_.head(span.row), row = rows_.index(span.row);
+    int count = 0;
+    for (std::int64_t room = Scheme::kKeyBlock; room > 0 && count < kMostRuns;) {
+      const std::int64_t begin = std::max(from, (blocks_.next_key(head, row, first + from) - first) / Scheme::kRunMultiple * Scheme::kRunMultiple);
+      if (begin >= keys) {
+        from = keys;
+        break;
+      }
+      const KeyRun run{begin, begin + blocks_.run_length(head, row, first + begin, std::min(room, keys - begin), Scheme::kRunMultiple)};
+      from = run.end;
+      room -= round_up(run.end - run.begin, Scheme::kRunMultiple);
+      runs[count++] = run;
+    }
+    return count;
+  }
+
   void load_queries() {
     constexpr std::int64_t kAhead = 8;
-    const std::int64_t rows = rows_.size(), padded = round_up(rows, Scheme::kGroup);
-    for (std::int64_t row = 0; row < padded; ++row) {
-      const std::byte* source = zero_row();
-      if (row < rows) source = static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row);
-      if (row + kAhead < rows) prefetch_row(static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row + kAhead), scheme_.row_bytes());
-      scheme_.pack_query(m_.q + row * scheme_.query_stride(), source, scheme_.query_factor);
-      m_.limits[row] = row >= rows ? 0 : shared_.causal ? rows_.index(row) + 1 : task_.strand.count;
-      m_.largest[row] = -kInfinity;
+    const std::int64_t padded = round_up(slots(), Scheme::kGroup);
+    for (std::int64_t slot = 0; slot < padded; ++slot) {
+      m_.limits[slot] = 0;
+      m_.largest[slot] = -kInfinity;
     }
+    for_each_span([&](const Span& span) {
+      for (std::int64_t i = 0; i < round_up(span.rows, Scheme::kRowMultiple); ++i) {
+        const std::int64_t row = span.row + i, slot = span.slot + i;
+        const std::byte* source = zero_row();
+        if (i < span.rows) {
+          source = static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row);
+          m_.limits[slot] = shared_.causal ? rows_.index(row) + 1 : task_.strand.count;
+        }
+        if (row + kAhead < rows_.size()) prefetch_row(static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row + kAhead), scheme_.row_bytes());
+        scheme_.pack_query(m_.q + slot * scheme_.query_stride(), source, scheme_.query_factor);
+      }
+    });
     std::memset(m_.out, 0, static_cast<std::size_t>(padded * scheme_.columns) * sizeof(float));
     std::memset(m_.sums, 0, static_cast<std::size_t>(padded * kLanes) * sizeof(float));
   }
@@ -148,106 +222,93 @@ class ForwardRun {
     return view.offset(task_.entry, q_row(row), rows_.head(row)) * size_of(view.dtype);
   }
 
-  bool any_active(std::int64_t block, std::int64_t keys) const {
-    if constexpr (!Policy::kActive) return true;
-    const std::uint64_t wanted = (std::uint64_t{1} << ((keys + kChunk - 1) / kChunk)) - 1;
-    for (std::int64_t row = 0; row < rows_.size(); ++row) {
-      if (policy_.active_chunks(rows_.head(row), rows_.index(row), block) & wanted) return true;
-    }
-    return false;
-  }
-
-  struct Run {
-    std::int64_t begin, end;
-  };
-
-  /// Runs of keys below `most` that some row of the group sees; the others cost nothing.
-  static int find_runs(std::uint32_t any, std::int64_t most, Run* runs) {
-    int count = 0;
-    for (std::int64_t key = 0; key < most;) {
-      std::int64_t end = key;
-      while (end < most && (any >> (end / kChunk) & 1u)) end += kChunk;
-      if (end > key) {
-        const std::int64_t begin = key / Scheme::kRunMultiple * Scheme::kRunMultiple;
-        end = std::min(round_up(end, Scheme::kRunMultiple), most);
-        if (count > 0 && runs[count - 1].end >= begin) runs[count - 1].end = end;
-        else runs[count++] = {begin, end};
-      }
-      key = end > key ? end : key + kChunk;
-    }
-    return count;
-  }
-
-  /// One group of rows against one block of keys.
-  HWY_NOINLINE void attend(std::int64_t group, std::int64_t block, std::int64_t keys) {
-    std::int64_t limits[Scheme::kGroup];
-    std::uint32_t chunks[Scheme::kGroup];
+  /// Some rows of a span against one block of keys, of which they see `seen`.
+  HWY_NOINLINE void attend(const Span& span, std::int64_t at, std::int64_t valid, std::int64_t block, std::int64_t keys, const KeyRun* seen,
+                           int seen_count) {
+    const std::int64_t group = span.slot + at;
+    std::int64_t limits[Scheme::kGroup] = {};
     std::int64_t most = 0;
-    std::uint32_t any = 0;
-    for (int i = 0; i < Scheme::kGroup; ++i) {
+    for (int i = 0; i < valid; ++i) {
       limits[i] = std::clamp<std::int64_t>(m_.limits[group + i] - block, 0, keys);
       most = std::max(most, limits[i]);
-      if constexpr (Policy::kActive) {
-        chunks[i] = limits[i] == 0 ? 0 : policy_.active_chunks(rows_.head(group + i), rows_.index(group + i), block);
-        any |= chunks[i];
-      }
     }
-    if (most == 0) return;
-    Run runs[Scheme::kKeyBlock / kChunk] = {{0, most}};
-    const std::int64_t valid = std::min<std::int64_t>(Scheme::kGroup, rows_.size() - group);
-    const int run_count = Policy::kActive ? find_runs(any, most, runs) : 1;
+    KeyRun runs[kMostRuns];
+    std::int64_t places[kMostRuns];  // where a run lies among the scores
+    int run_count = 0;
+    for (std::int64_t place = 0; run_count < seen_count && seen[run_count].begin < most; ++run_count) {
+      runs[run_count] = {seen[run_count].begin, std::min(seen[run_count].end, most)};
+      places[run_count] = place;
+      place += round_up(seen[run_count].end - seen[run_count].begin, Scheme::kRunMultiple);
+    }
+    if (run_count == 0) return;
     for (int run = 0; run < run_count; ++run) {
-      scheme_.scores(valid, limits, m_.q + group * scheme_.query_stride(), m_.k_panels, runs[run].begin, runs[run].end, m_.scores);
+      scheme_.scores(valid, limits, m_.q + group * scheme_.query_stride(), m_.k_panels, runs[run].begin, runs[run].end,
+                     m_.scores + (places[run] - runs[run].begin));
     }
-    for (int i = 0; i < valid; ++i) {
-      float* const scores = m_.scores + i * Scheme::kScoreStride;
-      if constexpr (Policy::kActive) {
-        if (limits[i] > 0) {
-          policy_.fill(rows_.head(group + i), rows_.index(group + i), block, round_up(most, kLanes), chunks[i], m_.bias, m_.keep + i * Scheme::kKeyBlock);
-          for (int run = 0; run < run_count; ++run) add_bias(scores, runs[run], chunks[i]);
+    if constexpr (Policy::kActive) {
+      for (int i = 0; i < valid; ++i) {
+        const std::int64_t row = span.row + at + i;
+        for (int run = 0; run < run_count && limits[i] > 0; ++run) {
+          const std::int64_t place = places[run], count = round_up(runs[run].end - runs[run].begin, kLanes);
+          policy_.fill(rows_.head(row), rows_.index(row), block + runs[run].begin, count, m_.bias + place, m_.keep + i * Scheme::kKeyBlock + place);
+          add_bias(m_.scores + i * Scheme::kScoreStride + place, m_.bias + place, count);
         }
       }
+    }
+    if (blocks_.rounded(Scheme::kRunMultiple)) mask_unseen(span, valid, block, runs, places, run_count);
+    for (int i = 0; i < valid; ++i) {
+      const float* const scores = m_.scores + i * Scheme::kScoreStride;
       float largest = -kInfinity;
       for (int run = 0; run < run_count; ++run) {
-        largest = row_max(scores + runs[run].begin, std::min(limits[i], runs[run].end) - runs[run].begin, largest);
+        if (runs[run].begin < limits[i]) largest = row_max(scores + places[run], std::min(limits[i], runs[run].end) - runs[run].begin, largest);
       }
       m_.bases[i] = largest;
     }
     const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
-    raise(group, factor);
+    raise(group, valid, factor);
     for (int i = 0; i < valid; ++i) {
       float* const scores = m_.scores + i * Scheme::kScoreStride;
       V sums = hn::Mul(load(m_.sums + (group + i) * kLanes), broadcast(m_.corrections[i]));
       for (int run = 0; run < run_count; ++run) {
         // Weights take the place of scores: they are no wider, and written after what they cover was read.
-        const std::int64_t begin = runs[run].begin, keys_of_run = runs[run].end - begin;
-        sums = Scheme::template weights<Policy::kActive>(scores + begin, scores + begin / Scheme::Products::kPerUnit,
-                                                         std::clamp<std::int64_t>(limits[i] - begin, 0, keys_of_run), keys_of_run, factor,
-                                                         m_.bases[i], m_.keep + i * Scheme::kKeyBlock + begin, sums);
+        const std::int64_t place = places[run], keys_of_run = runs[run].end - runs[run].begin;
+        sums = Scheme::template weights<Policy::kActive>(scores + place, scores + place / Scheme::Products::kPerUnit,
+                                                         std::clamp<std::int64_t>(limits[i] - runs[run].begin, 0, keys_of_run), keys_of_run,
+                                                         factor, m_.bases[i], m_.keep + i * Scheme::kKeyBlock + place, sums);
       }
       store(sums, m_.sums + (group + i) * kLanes);
     }
     const float* corrections = m_.corrections;
     for (int run = 0; run < run_count; ++run) {
-      scheme_.outputs(valid, limits, m_.scores, m_.values, runs[run].begin, runs[run].end, m_.out + group * scheme_.columns, corrections);
+      scheme_.outputs(valid, limits, m_.scores + (places[run] - runs[run].begin) / Scheme::Products::kPerUnit, m_.values, runs[run].begin,
+                      runs[run].end, m_.out + group * scheme_.columns, corrections);
       corrections = kOnes;
     }
   }
 
-  /// scores become base-2 exponents with the row's bias. Chunks the row does not see are written without being read.
-  HWY_INLINE void add_bias(float* scores, const Run& run, std::uint32_t chunks) {
-    const V factor = broadcast(scheme_.score_factor);
-    for (std::int64_t key = run.begin; key < run.end; key += kLanes) {
-      const V bias = load(m_.bias + key);
-      store(chunks >> (key / kChunk) & 1u ? hn::MulAdd(load(scores + key), factor, bias) : bias, scores + key);
+  /// Runs were rounded out to what products take: keys between the blocks lose their scores.
+  void mask_unseen(const Span& span, std::int64_t valid, std::int64_t block, const KeyRun* runs, const std::int64_t* places, int run_count) {
+    for (int run = 0; run < run_count; ++run) {
+      for (std::int64_t key = runs[run].begin; key < runs[run].end; key += kChunk) {
+        if (blocks_.seen(rows_.head(span.row), rows_.index(span.row), block + key)) continue;
+        for (std::int64_t i = 0; i < valid; ++i) {
+          for (int lane = 0; lane < kChunk; lane += kLanes) store(broadcast(kMasked), m_.scores + i * Scheme::kScoreStride + places[run] + key - runs[run].begin + lane);
+        }
+      }
     }
+  }
+
+  /// Scores become base-2 exponents with the row's bias.
+  HWY_INLINE void add_bias(float* scores, const float* bias, std::int64_t keys) {
+    const V factor = broadcast(scheme_.score_factor);
+    for (std::int64_t key = 0; key < keys; key += kLanes) store(hn::MulAdd(load(scores + key), factor, load(bias + key)), scores + key);
   }
 
   /// Streaming softmax, many rows per vector: bases hold the block's maxima and become what is subtracted from scores;
   /// corrections are what earlier sums are multiplied by, exactly 1 for rows whose maximum stays.
-  HWY_INLINE void raise(std::int64_t group, float factor) {
+  HWY_INLINE void raise(std::int64_t group, std::int64_t valid, float factor) {
     const V scale = broadcast(factor), none = broadcast(-kInfinity);
-    for (int i = 0; i < Scheme::kGroup; i += kLanes) {
+    for (std::int64_t i = 0; i < valid; i += kLanes) {
       const V before = load(m_.largest + group + i), found = load(m_.bases + i);
       // A NaN maximum is dropped here; the weights of its row are NaN all the same.
       const auto rises = hn::Gt(found, before);
@@ -257,18 +318,18 @@ class ForwardRun {
       hn::StoreU(hn::IfThenElse(rises, correction, broadcast(1.0f)), kFloat, m_.corrections + i);
       hn::StoreU(hn::IfThenZeroElse(hn::Lt(largest, broadcast(kMaskedLimit)), largest), kFloat, m_.bases + i);
       // Lanes beyond the group belong to rows of the next: they keep what they have.
-      const auto own = hn::FirstN(kFloat, static_cast<std::size_t>(std::min(kLanes, Scheme::kGroup - i)));
+      const auto own = hn::FirstN(kFloat, static_cast<std::size_t>(std::min<std::int64_t>(kLanes, valid - i)));
       hn::StoreU(hn::IfThenElse(own, largest, before), kFloat, m_.largest + group + i);
     }
   }
 
   /// Divides by the denominator, adds pad keys, mixes with earlier branches, writes.
-  void finish(std::int64_t row) {
-    float* const out = m_.out + row * scheme_.columns;
+  void finish(std::int64_t row, std::int64_t slot) {
+    float* const out = m_.out + slot * scheme_.columns;
     const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
     // In double: at scores of 1e4 every rounding of an exponent costs a weight 1e-3.
-    double exponent = m_.largest[row] < kMaskedLimit ? 0.0 : static_cast<double>(m_.largest[row]) * factor;  // base 2
-    float sum = sum_lanes(load(m_.sums + row * kLanes)), weight = 1.0f;
+    double exponent = m_.largest[slot] < kMaskedLimit ? 0.0 : static_cast<double>(m_.largest[slot]) * factor;  // base 2
+    float sum = sum_lanes(load(m_.sums + slot * kLanes)), weight = 1.0f;
     if (task_.padding > 0) {
       const double raised = sum == 0.0f ? 0.0 : std::max(exponent, 0.0);
       weight = exp2_scalar(static_cast<float>(exponent - raised));
@@ -320,16 +381,18 @@ class ForwardRun {
   const ForwardShared& shared_;
   const ForwardTask& task_;
   const Scheme scheme_;
+  const VirtualRows rows_;
+  const BlockRows blocks_;
+  const std::int64_t window_;
   Carver carver_;
   const ForwardMemory<Scheme> m_;
   Policy policy_;
-  const VirtualRows rows_;
 };
 
 template <class Scheme>
-std::size_t forward_bytes(std::int64_t head_dim, std::int64_t rows) {
+std::size_t forward_bytes(std::int64_t head_dim, std::int64_t rows, bool masked) {
   Carver carver(nullptr);
-  const ForwardMemory<Scheme> memory(carver, Scheme(DType::f32, head_dim, 1.0f), rows);
+  const ForwardMemory<Scheme> memory(carver, Scheme(DType::f32, head_dim, 1.0f), rows, key_window<Scheme>(head_dim, masked));
   return carver.used();
 }
 

@@ -31,6 +31,9 @@ struct ForwardWorkspace {
   }
 };
 
+/// Heads whose masks differ cannot share a task.
+std::int64_t most_shared_heads(const BranchPlan& branch) { return branch.mask && branch.mask->heads() > 1 ? 1 : kMostSharedHeads; }
+
 Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRange& range, std::int64_t q_first, std::int64_t task_rows) {
   const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(branch_index)];
   Section section;
@@ -41,7 +44,7 @@ Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRa
   section.first_segment = range.start / branch.segment;
   section.segments = (range.start + range.count - 1) / branch.segment - section.first_segment + 1;
   const std::int64_t rows = std::min(longest_strand(plan, branch), (range.count - 1) / branch.dilation + 1);
-  section.block_rows = std::max<std::int64_t>(1, task_rows / largest_head_set(plan, kMostSharedHeads));
+  section.block_rows = std::max<std::int64_t>(1, task_rows / largest_head_set(plan, most_shared_heads(branch)));
   section.blocks = (rows + section.block_rows - 1) / section.block_rows;
   section.segments_per_task = std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1, section.segments);
   return section;
@@ -59,9 +62,10 @@ void run_sections(const Engine& engine, const ForwardShared& shared, std::span<c
     const TaskPlace place = locate(shared.plan, section, item - begins[which]);
     // Causal rows near the end see the most keys: they come first.
     const std::int64_t block = shared.causal ? section.blocks - 1 - place.block : place.block;
+    const std::int64_t most_heads = most_shared_heads(shared.plan.branches()[static_cast<std::size_t>(section.branch)]);
     ForwardTask task;
     for (std::int64_t segment = place.first_segment; segment < place.last_segment; ++segment) {
-      if (!fill_strand(shared, section, place, segment, kMostSharedHeads, task)) continue;
+      if (!fill_strand(shared, section, place, segment, most_heads, task)) continue;
       const QueryRun run = query_run(task.strand, section.range, section.q_first);
       const std::int64_t first = block * section.block_rows;
       if (first >= run.count) continue;
@@ -116,9 +120,7 @@ CallShared::CallShared(const Plan& the_plan, const Call& the_call, std::span<con
       dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed),
       causal(plan.options().causal), extras(plan.options().dropout > 0 || call.key_mask.given() || call.alibi_slopes.given()),
       scale(static_cast<float>(plan.scale())), keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
-      output_scale(static_cast<float>(plan.output_scale())) {
-  for (const BranchPlan& branch : plan.branches()) extras = extras || branch.mask.has_value();
-}
+      output_scale(static_cast<float>(plan.output_scale())) {}
 
 std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threads) {
   const Problem& problem = plan.problem();
@@ -135,7 +137,11 @@ std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threa
 
 std::size_t forward_thread_bytes(const Engine& engine, const Plan& plan, int threads) {
   const std::int64_t heads = largest_head_set(plan, kMostSharedHeads);
-  return engine.forward_bytes(plan.problem().head_dim, std::max(forward_task_rows(engine, plan, threads), heads));
+  std::int64_t slots = std::max(forward_task_rows(engine, plan, threads), heads);
+  // Every block row (of 16 rows at least, or cut by the task) is rounded up to what products take together.
+  const bool masked = std::ranges::any_of(plan.branches(), [](const BranchPlan& branch) { return branch.mask.has_value(); });
+  if (masked) slots += slots / 2 + kMostSharedHeads;
+  return engine.forward_bytes(plan.problem().head_dim, slots, masked);
 }
 
 std::size_t workspace_forward(const Engine& engine, const Plan& plan, int threads) {

@@ -88,6 +88,7 @@ struct TileForward : PairLayout<kTile> {
   using PairLayout::PairLayout;
   // Four tiles of rows use a panel before the next is fetched: products wait for the second-level cache, not for the tiles.
   static constexpr int kGroup = 4 * kTile;
+  static constexpr int kRowMultiple = kTile;
   static constexpr int kPanel = 2 * kTile;
   static constexpr std::int64_t kKeyBlock = 512;
   static constexpr std::int64_t kScoreStride = kKeyBlock + kTile;  // not a power of two: rows of a tile fall into different sets
@@ -138,6 +139,7 @@ struct TileBackward : PairLayout<kTile> {
   static constexpr int kPanel = 2 * kTile;
   static constexpr std::int64_t kQueryTile = 96;
   static constexpr std::int64_t kKeyTile = 128;
+  static constexpr std::int64_t kRunMultiple = 2 * kTile;
   static constexpr bool kClearUnseen = true;  // a tile takes 32 query rows, which is two groups
 
   static void begin() { configure_tiles(); }

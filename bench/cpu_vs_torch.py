@@ -238,6 +238,53 @@ def memory(threads: int) -> list[dict]:
     return rows
 
 
+def block_sparse(arguments, burst: Burst, table) -> None:
+    """A tenth of the blocks of 16,384 tokens against our own dense attention, scaled_dot_product_attention with the mask and,
+    with --compiled, FlexAttention (forward only: it has no backward on a CPU)."""
+    tokens, heads, head_dim = (4096 if arguments.quick else 16384), 2, 64
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (64, 128):
+            pattern = longspan.block_sparse(longspan.random_blocks(0.1, 0, size))
+            mask = longspan.plan(pattern, tokens=tokens, heads=heads, head_dim=head_dim).masks[0]
+            blocks = torch.from_numpy(mask.to_dense())
+            whole = blocks.repeat_interleave(size, 1).repeat_interleave(size, 2)[None]
+            q, k, v = (torch.randn(1, tokens, heads, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
+            functions = {"ours": lambda: longspan.attention(q, k, v, pattern), "dense": lambda: longspan.attention(q, k, v)}
+            rows = [x.transpose(1, 2) for x in (q, k, v)]
+            functions["torch"] = lambda: torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=whole)
+            with torch.no_grad():
+                forward, clean = alternate(functions, arguments.repeats, burst, arguments.limit)
+                if arguments.compiled:
+                    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+                    kept = create_block_mask(lambda b, h, i, j: blocks[h, i // size, j // size], 1, heads, tokens, tokens,
+                                             device="cpu", BLOCK_SIZE=size)  # fmt: skip
+                    flex = torch.compile(flex_attention)
+                    taken, _ = alternate({"flex": lambda: flex(*rows, block_mask=kept)}, arguments.repeats, burst, arguments.limit)
+                    forward |= taken
+            both, _ = alternate({name: (lambda f=f: f().sum().backward()) for name, f in functions.items()}, arguments.repeats,
+                                burst, arguments.limit)  # fmt: skip
+            row = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."),
+                   "block_size": size, "density": mask.density, "all_samples_clean": clean,
+                   "forward_ms": {name: seconds * 1e3 for name, seconds in forward.items()},
+                   "both_ms": {name: seconds * 1e3 for name, seconds in both.items()}}  # fmt: skip
+            for name in ("dense", "torch", "flex"):
+                if name in forward:
+                    row[f"forward_over_{name}"] = forward[name] / forward["ours"]
+                if name in both:
+                    row[f"both_over_{name}"] = both[name] / both["ours"]
+            results.append(row)
+            ratios = ", ".join(f"{key} {value:.2f}" for key, value in row.items() if "_over_" in key)
+            print(f"{row['dtype']:9} blocks of {size:3}: {forward['ours'] * 1e3:8.1f} ms; {ratios}", file=table, flush=True)
+    report = {"machine": machine(), "command": " ".join(["python", "bench/cpu_vs_torch.py", *sys.argv[1:]]), "results": results}
+    if not arguments.quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "cpu_block_sparse.json").write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(report))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -247,11 +294,14 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=40.0, help="seconds of one case before unclean samples are taken")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--block-sparse", action="store_true", help="only the block-sparse cases")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     longspan.set_num_threads(arguments.threads)
     burst = Burst()
     table = sys.stderr if arguments.json else sys.stdout
+    if arguments.block_sparse:
+        return block_sparse(arguments, burst, table)
     header = {"machine": machine(), "command": " ".join(["python", "bench/cpu_vs_torch.py", *sys.argv[1:]]),
               "onednn_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"), "malloc": SETTINGS}  # fmt: skip
     results = []

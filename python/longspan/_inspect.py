@@ -27,7 +27,9 @@ def _like(array: np.ndarray, q: Any) -> Any:
     return torch.from_numpy(array).to(q.device)
 
 
-def _run(function: Any, pattern: Any, causal: bool, scale: float | None, q: Any, k: Any, data: tuple, *arguments: Any) -> Any:
+def _run(
+    function: Any, pattern: Any, causal: bool, scale: float | None, q: Any, k: Any, data: tuple, *arguments: Any
+) -> Any:
     """Calls the compiled module with everything on the host, which lives as long as the call."""
     for name, array in (("q", q), ("k", k)):
         if getattr(array, "ndim", 0) != 4:
@@ -52,8 +54,8 @@ def attention_blocks(
 ) -> dict[str, Any]:
     """The blocks of the (query, key) square that attend, with their probabilities: a dict of
 
-    block_indices [blocks, 4]: (entry, head, block row, block column); block_values [blocks, block_size, block_size]: every
-    covered query row sums to 1 over its blocks; block_size: by default that of the block mask, or 64.
+    block_indices [blocks, 4]: (entry, head, block row, block column); block_values [blocks, block_size, block_size]:
+    every covered query row sums to 1 over its blocks; block_size: by default that of the block mask, or 64.
 
     Memory grows with the pairs that attend; attention_received stays linear in the tokens."""
     places, values, size = _run(
@@ -75,8 +77,8 @@ def attention_received(
     alibi_slopes: Any = None,
     query_ranges: Sequence[tuple[int, int]] | None = None,
 ) -> Any:
-    """The total weight every key receives from all queries, float32 [batch, heads, tokens]: what heat maps draw. Costs a
-    forward and a backward, and memory linear in the tokens."""
+    """The total weight every key receives from all queries, float32 [batch, heads, tokens]: what heat maps draw. Costs
+    a forward and a backward, and memory linear in the tokens."""
     sums = _run(
         _longspan.attention_received, pattern, causal, scale, q, k, (lengths, key_mask, alibi_slopes), query_ranges
     )

@@ -45,8 +45,8 @@ def longnet(
 
 
 def block_sparse(mask: Any, block_size: int = 64) -> Pattern:
-    """One branch over the whole sequence with a block mask: a BlockPattern or its text ('local_window(512)+random(0.1,7)'),
-    a BlockMask, or booleans [blocks, blocks] or [heads, blocks, blocks]."""
+    """One branch over the whole sequence with a block mask: a BlockPattern or its text (such as
+    'local_window(512)+random(0.1,7)'), a BlockMask, or booleans [blocks, blocks] or [heads, blocks, blocks]."""
     return Pattern.block_sparse(as_blocks(mask, block_size))
 
 
@@ -100,7 +100,7 @@ def random_blocks(density: float, seed: int = 0, block_size: int = 64) -> BlockP
 
 
 def adaptive(density: float, block_size: int = 64) -> BlockPattern:
-    """Per call, batch entry and head: the blocks whose mean key fits the mean query best; density is the fraction kept."""
+    """Per call, batch entry and head: the blocks whose mean key fits the mean query best; density is kept."""
     return BlockPattern.adaptive(density, block_size)
 
 

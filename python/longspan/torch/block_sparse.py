@@ -1,4 +1,4 @@
-"""Drop-ins for the block-sparse classes, their configs and factory: modules over the one operator with a block pattern."""
+"""Drop-ins for the block-sparse classes, their configs and factory: modules over the one operator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 
 @dataclass
 class SparsePatternConfig:
-    """sparsity_ratio is the fraction of blocks KEPT. random takes it as it is; the other patterns follow their geometry,
-    and say so if that keeps more than twice or less than half of it."""
+    """sparsity_ratio is the fraction of blocks KEPT. random takes it as it is; the other patterns follow their
+    geometry, and say so if that keeps more than twice or less than half of it."""
 
     pattern_type: str = "dilated_sparse"
     sparsity_ratio: float = 0.1
@@ -52,8 +52,8 @@ class HierarchicalConfig:
 
 @dataclass
 class AdaptiveConfig:
-    """base_sparsity is the fraction of blocks PRUNED. Blocks are ranked by the product of mean query and mean key, so there is
-    nothing for a scorer network or a temperature to do: those arguments are accepted and ignored, with a warning."""
+    """base_sparsity is the fraction of blocks PRUNED. Blocks are ranked by the product of mean query and mean key, so
+    there is nothing for a scorer network or a temperature to do: those arguments are ignored, with a warning."""
 
     base_sparsity: float = 0.9
     temperature: float = 1.0
@@ -70,7 +70,8 @@ class AdaptiveConfig:
             if item.name not in ("base_sparsity", "share_across_heads") and getattr(self, item.name) != item.default
         ]
         if ignored:
-            warn_once("adaptive", f"AdaptiveConfig: {', '.join(ignored)} have no effect: blocks are ranked by their means")
+            names = ", ".join(ignored)
+            warn_once("adaptive", f"AdaptiveConfig: {names} have no effect: blocks are ranked by their means")
 
 
 def _config(kind: type, given: Any, name: str) -> Any:
@@ -89,7 +90,8 @@ def _config(kind: type, given: Any, name: str) -> Any:
 def _fraction(name: str, value: float, *, zero: bool = False) -> float:
     result = finite(name, value)
     if not (0 < result <= 1 or (zero and result == 0)):
-        raise InvalidArgument(f"{name} is {value}: give a fraction of blocks, {'from 0' if zero else 'above 0'} to 1", name)
+        least = "from 0" if zero else "above 0"
+        raise InvalidArgument(f"{name} is {value}: give a fraction of blocks, {least} to 1", name)
     return result
 
 
@@ -140,15 +142,14 @@ class _BlockSparse(nn.Module):
         allowed = None
         if mask is not None:
             allowed = key_mask("attention_mask", mask, key.shape[0], key.shape[1])
-        return attention(
-            query, key, value, pattern, causal=is_causal, dropout=self.dropout if self.training else 0.0, key_mask=allowed
-        )
+        dropout = self.dropout if self.training else 0.0
+        return attention(query, key, value, pattern, causal=is_causal, dropout=dropout, key_mask=allowed)
 
 
 class BlockSparseRingDilatedAttention(_BlockSparse):
-    """Attention over the active blocks of sparse_config (a SparsePatternConfig or a dict of its fields), one softmax over all
-    of them. The mask covers the whole sequence; with compose=True it lies in the strands of dilated attention instead, group
-    by group of the heads. dilated_sparse takes its distances, in blocks, from dilation_rates.
+    """Attention over the active blocks of sparse_config (a SparsePatternConfig or a dict of its fields), one softmax
+    over all of them. The mask covers the whole sequence; with compose=True it lies in the strands of dilated attention
+    instead, group by group of the heads. dilated_sparse takes its distances, in blocks, from dilation_rates.
     """
 
     def __init__(
@@ -192,8 +193,8 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
         if kind == "hierarchical":
             return BlockPattern.parse(f"block={size} hierarchical")
         raise InvalidArgument(
-            f"pattern_type is {kind!r}: give dilated_sparse, local_window, global_local, strided, hierarchical, random or "
-            "bigbird",
+            f"pattern_type is {kind!r}: give dilated_sparse, local_window, global_local, strided, hierarchical, random "
+            "or bigbird",
             "pattern_type",
         )
 
@@ -215,9 +216,9 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
         if not self.density / 2 <= kept <= self.density * 2:
             warn_once(
                 "density",
-                f"{type(self).__name__}: pattern_type {self.sparse_config.pattern_type!r} keeps {kept:.3g} of the blocks of "
-                f"{tokens} tokens, sparsity_ratio asks for {self.density:.3g}; its geometry decides. Use 'random' for an "
-                "exact ratio",
+                f"{type(self).__name__}: pattern_type {self.sparse_config.pattern_type!r} keeps {kept:.3g} of blocks "
+                f"of {tokens} tokens, sparsity_ratio asks for {self.density:.3g}; geometry decides. Use 'random' for "
+                "an exact ratio",
             )
 
     def forward(
@@ -229,8 +230,8 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
         attention_mask: Tensor | None = None,
         return_attention_weights: bool = False,
     ) -> Any:
-        """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. return_attention_weights adds a dict of
-        block_indices (entry, head, block row, block column), block_values and block_size."""
+        """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. return_attention_weights adds a dict
+        of block_indices (entry, head, block row, block column), block_values and block_size."""
         tokens = key.shape[1]
         self._compare_density(tokens, is_causal)
         pattern = self.pattern(tokens)
@@ -291,7 +292,7 @@ class BlockSparseHierarchical(_BlockSparse):
         return self._attend(query, key, value, self.pattern(key.shape[1]), is_causal, attention_mask)
 
     def get_pattern_stats(self, seq_len: int) -> dict[str, Any]:
-        """total_blocks, active_blocks, sparsity (the fraction pruned), and of each level stride, window_size and coverage."""
+        """total_blocks, active_blocks, sparsity (the fraction pruned); of each level stride, window_size, coverage."""
         mask = self.block_pattern(seq_len).mask(seq_len, 1, False)
         total = mask.blocks**2
         diagonal = BlockPattern.local_window(0, self.block_size).mask(seq_len, 1, False)
@@ -320,8 +321,8 @@ class BlockSparseHierarchical(_BlockSparse):
 
 
 class BlockSparseAdaptive(_BlockSparse):
-    """Every call chooses its blocks: per batch entry, head and block row those whose mean key fits the mean query best. The
-    choice carries no gradient."""
+    """Every call chooses its blocks: per batch entry, head and block row those whose mean key fits the mean query best.
+    The choice carries no gradient."""
 
     def __init__(
         self,
@@ -368,8 +369,8 @@ class BlockSparseAdaptive(_BlockSparse):
         attention_mask: Tensor | None = None,
         return_pattern: bool = False,
     ) -> Any:
-        """return_pattern adds {"patterns": (block rows, block columns) of each head}; for several batch entries a list of
-        those."""
+        """return_pattern adds {"patterns": (block rows, block columns) of each head}; for several batch entries a list
+        of those."""
         mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
         if not (self.adaptive_config.share_across_heads or return_pattern):
             return self._attend(query, key, value, self.pattern(key.shape[1]), is_causal, mask)

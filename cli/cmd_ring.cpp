@@ -186,12 +186,16 @@ int run(const RingCommand& command) {
   settings.options = choice.options;
   settings.backward = command.backward;
   settings.verify = command.verify;
-  settings.repeat = std::max(command.repeat, 1);
+  if (command.repeat < 1) throw InvalidArgument("repeat", fmt::format("--repeat is {}: give at least 1", command.repeat));
+  settings.repeat = command.repeat;
   settings.out = command.out;
   if (!(command.deadline > 0 && command.deadline < 1e6))
     throw InvalidArgument("deadline", fmt::format("--deadline is {}: give seconds above 0", command.deadline));
   settings.ring.deadline = std::chrono::milliseconds(static_cast<std::int64_t>(command.deadline * 1000));
-  settings.ring.halo_limit_bytes = static_cast<std::size_t>(parse_size("halo-limit", command.halo_limit));
+  const std::int64_t halo_limit = parse_size("halo-limit", command.halo_limit);
+  if (halo_limit < 0)
+    throw InvalidArgument("halo-limit", fmt::format("--halo-limit is {}: give bytes, or 0 for no limit", halo_limit));
+  settings.ring.halo_limit_bytes = static_cast<std::size_t>(halo_limit);
   if (command.shards == "even") settings.shards = Shards::even(inputs.problem.tokens, count);
   else if (command.shards == "zigzag") settings.shards = Shards::zigzag(inputs.problem.tokens, count);
   else throw InvalidArgument("shards", fmt::format("--shards is '{}': give even or zigzag", command.shards));

@@ -141,13 +141,13 @@ std::int64_t total_bytes(std::span<const MessageBuffer> messages) {
 }
 
 /// A halo of other inputs would give other gradients.
-void check_kept(const ExchangePlan& exchange, std::span<const MessageBuffer> halo) {
+void check_kept(const RingPlan& plan, const Problem& problem, std::span<const MessageBuffer> halo) {
   std::size_t next = 0;
-  bool same = true;
-  for (const ExchangePeer& peer : exchange.peers()) {
+  bool same = problem == plan.problem;
+  for (const ExchangePeer& peer : plan.exchange->peers()) {
     if (peer.receive_pairs == 0) continue;
     same = same && next < halo.size() && halo[next].peer() == peer.rank &&
-           halo[next].bytes() == static_cast<std::size_t>(peer.receive_pairs * exchange.bytes_per_pair());
+           halo[next].bytes() == static_cast<std::size_t>(peer.receive_pairs * plan.exchange->bytes_per_pair());
     ++next;
   }
   if (!same || next != halo.size()) {
@@ -219,7 +219,7 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
     add_halo_pieces(pieces, exchange, messages.receives, {}, t.k);
     if (rows_in(parts.remote) > 0) clock.working("rows with remote keys", false, [&] { attend(parts.remote); });
   }
-  if (keep) keep->data_ = std::make_shared<RingHalo::Data>(RingHalo::Data{rules.digest, std::move(messages.receives)});
+  if (keep) keep->data_ = std::make_shared<RingHalo::Data>(RingHalo::Data{plan.problem, std::move(messages.receives)});
 }
 
 void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t,
@@ -260,7 +260,7 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
   // Rows fetched again travel while local rows are computed; a kept halo lets the gradients do so instead.
   std::vector<MessageBuffer> fetched;
   const bool fetch = !kept || kept->empty();
-  if (!fetch) check_kept(exchange, kept->data_->messages);
+  if (!fetch) check_kept(plan, kept->data_->problem, kept->data_->messages);
   if (fetch) {
     Messages messages;
     clock.working("pack", false, [&] { messages = make_messages(exchange, ranges(), t.k, t.v); });

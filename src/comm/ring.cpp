@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "attention/check.h"
+#include "attention/key_rows.h"
 #include "comm/ring_state.h"
 #include "longspan/error.h"
 #include "longspan/version.h"
@@ -89,6 +90,13 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
           "itself");
     }
   }
+  for (const Branch& branch : attention.pattern().branches()) {
+    if (whole.has_lengths && branch.mask && branch.mask->depends_on_length(attention.options().causal)) {
+      throw Unsupported(
+          "lengths with random blocks over a ring: blocks are drawn anew for each length; give the mask itself, or no "
+          "lengths");
+    }
+  }
   const auto of_rank = [&](int one) { return std::make_shared<const ExchangePlan>(*made->plan, shards, one); };
   if (options.halo_limit_bytes > 0) {
     // Whether rounds are needed is a question of the fullest rank, so that all answer alike.
@@ -113,7 +121,8 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
   Hasher hasher;
   hasher.add(std::string_view(version()));
   hasher.add(std::string_view(attention.pattern().to_string()));
-  for (const bool flag : {chosen.causal, chosen.detached_mix, problem.has_lengths, problem.has_key_mask,
+  hasher.add(std::string_view(chosen.kernel));
+  for (const bool flag : {chosen.causal, chosen.detached_mix, chosen.deterministic, chosen.allow_tf32, problem.has_lengths, problem.has_key_mask,
                           problem.has_alibi, options.checksums, call.dlse.given(), pass == Pass::backward, fetch}) {
     hasher.add(std::uint64_t{flag});
   }
@@ -133,6 +142,15 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
                                                 : *call.lengths.at<std::int32_t>(entry, 0, 0)));
     }
   }
+  if (call.alibi_slopes.given()) {
+    for (std::int64_t head = 0; head < problem.heads; ++head) hasher.add(*call.alibi_slopes.at<float>(0, 0, head));
+  }
+  if (call.key_mask.given()) {
+    for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
+      for (std::int64_t row = 0; row < problem.tokens; ++row)
+        hasher.add(std::uint64_t{key_allowed(call.key_mask, entry, row)});
+    }
+  }
   for (int one = 0; one < shards.ranks(); ++one) {
     hasher.add(static_cast<std::uint64_t>(shards.ranges(one).size()));
     for (const RowRange& range : shards.ranges(one)) {
@@ -143,18 +161,20 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
   return {hasher.value(), options.checksums, options.deadline};
 }
 
-void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& call) const {
+void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                             const Call& call) const {
   if (!call.query_ranges.empty())
     throw InvalidArgument("query_ranges", "query_ranges over a ring: the queries of a rank are its shard");
   if (!call.pieces.empty()) throw InvalidArgument("pieces", "pieces over a ring: k and v are the rank's own rows");
-  if (call.workspace)
-    throw InvalidArgument("workspace", "workspace over a ring: a rank makes several calls; leave it to the pool");
-  for (const auto& [name, view] : {std::pair<const char*, const ConstTensorView&>{"q", q}, {"k", k}}) {
+  for (const auto& [name, view] : {std::pair<const char*, const ConstTensorView&>{"q", q}, {"k", k}, {"v", v}}) {
     if (view.rows() != shards.rows(rank)) {
       throw InvalidArgument(
           name, fmt::format("{} has {} rows: the shard of rank {} has {}", name, view.rows(), rank, shards.rows(rank)));
     }
   }
+  if (shards.ranks() == 1) return;
+  if (call.workspace)
+    throw InvalidArgument("workspace", "workspace over a ring: a rank makes several calls; leave it to the pool");
   if (q.device.type != DeviceType::cpu)
     throw Unsupported(fmt::format("a ring over tensors on {}: rings run on the CPU", to_string(q.device)));
 }
@@ -163,11 +183,11 @@ void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const Con
                    const TensorView& lse, const Call& call, RingHalo* keep) {
   State& state = *state_;
   if (keep) keep->clear();
+  state.check_call(q, k, v, call);
   if (state.shards.ranks() == 1) {
     const RingClock clock(state.report);
     return state.attention.forward(q, k, v, out, lse, call);
   }
-  state.check_call(q, k, call);
   std::vector<KeyPiece> own;
   add_own_pieces(own, state.ranges(), k, v);
   Call ranged = with_ranges(call, state.ranges());
@@ -186,11 +206,11 @@ void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const Co
                     const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call,
                     const RingHalo* kept) {
   State& state = *state_;
+  state.check_call(q, k, v, call);
   if (state.shards.ranks() == 1) {
     const RingClock clock(state.report);
     return state.attention.backward(q, k, v, out, lse, dout, dq, dk, dv, call);
   }
-  state.check_call(q, k, call);
   // Checked as a call on the shard alone, whose dk and dv have k's rows; then what speaks of the whole sequence.
   Call shard_call = call;
   shard_call.lengths = shard_call.key_mask = {};

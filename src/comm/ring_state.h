@@ -55,7 +55,7 @@ struct Messages {
 };
 
 struct RingHalo::Data {
-  std::uint64_t digest = 0;
+  Problem problem;
   std::vector<MessageBuffer> messages;  // one for each peer that something was received from, in plan order
 };
 
@@ -89,7 +89,7 @@ struct Ring::State {
   std::shared_ptr<const RingPlan> plan(const Problem& whole);
   /// `fetch`: a backward that exchanges rows again.
   MessageRules rules(const RingPlan& plan, const Call& call, Pass pass, bool fetch) const;
-  void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& call) const;
+  void check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const Call& call) const;
   std::span<const RowRange> ranges() const { return shards.ranges(rank); }
 
   void halo_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call,

@@ -23,21 +23,25 @@ StrandRows rows_in(const Strand& strand, const RowRange& range) {
   return {index_of(range.start), index_of(range.start + range.count)};
 }
 
-/// Calls body(begin, end) for runs of strand rows that queries [rows.begin, rows.end) of the strand attend to.
+/// Calls body(begin, end) for runs of strand rows that queries [rows.begin, rows.end) of the strand attend to, in any of
+/// `entries` batch entries.
 template <class Body>
-void for_each_attended(const BranchPlan& branch, std::int64_t head, const Strand& strand, const StrandRows& rows,
-                       bool causal, Body&& body) {
+void for_each_attended(const BranchPlan& branch, std::int64_t entries, std::int64_t head, const Strand& strand,
+                       const StrandRows& rows, bool causal, Body&& body) {
   if (!branch.mask) return body(std::int64_t{0}, causal ? rows.end : strand.count);
   const std::int64_t size = branch.mask->block_size();
   std::vector<std::int64_t> ends(static_cast<std::size_t>((strand.count + size - 1) / size),
                                  0);  // per key block; 0: not seen
-  for (std::int64_t block_row = rows.begin / size; block_row * size < rows.end; ++block_row) {
-    const std::int64_t last_query = std::min((block_row + 1) * size, rows.end);
-    for (const std::int64_t column : branch.mask->row(head, block_row)) {
-      if (column * size >= strand.count || (causal && column > block_row)) break;
-      const std::int64_t end =
-          std::min((column + 1) * size, causal ? std::min(last_query, strand.count) : strand.count);
-      ends[static_cast<std::size_t>(column)] = std::max(ends[static_cast<std::size_t>(column)], end);
+  const std::int64_t masks = branch.mask_entry_heads > 0 ? entries : 1;
+  for (std::int64_t entry = 0; entry < masks; ++entry) {
+    for (std::int64_t block_row = rows.begin / size; block_row * size < rows.end; ++block_row) {
+      const std::int64_t last_query = std::min((block_row + 1) * size, rows.end);
+      for (const std::int64_t column : branch.mask->row(branch.mask_head(entry, head), block_row)) {
+        if (column * size >= strand.count || (causal && column > block_row)) break;
+        const std::int64_t end =
+            std::min((column + 1) * size, causal ? std::min(last_query, strand.count) : strand.count);
+        ends[static_cast<std::size_t>(column)] = std::max(ends[static_cast<std::size_t>(column)], end);
+      }
     }
   }
   for (std::size_t column = 0; column < ends.size(); ++column) {
@@ -68,7 +72,7 @@ std::vector<std::vector<Progression>> needed(const Plan& plan, const Shards& sha
           const Strand strand = branch.strand(head, segment, tokens);
           const StrandRows queries = rows_in(strand, range);
           if (queries.begin == queries.end) continue;
-          for_each_attended(branch, head, strand, queries, plan.options().causal,
+          for_each_attended(branch, problem.batch, head, strand, queries, plan.options().causal,
                             [&](std::int64_t first, std::int64_t last) {
                               const Progression keys{strand.start + first * strand.stride, strand.stride, last - first};
                               for (const RowRange& theirs : shards.ranges(owner)) {

@@ -19,10 +19,15 @@ inline std::vector<NamedPattern> ring_patterns() {
   std::vector<NamedPattern> patterns = suite_patterns({{32, 128, 512}, {50, 77}, {40, 160, 400}, {32, 90, 300}, 48});
   std::mt19937 random(9);
   const std::int64_t blocks = (kRingTokens + 15) / 16;
-  std::vector<std::uint8_t> dense(static_cast<std::size_t>(blocks * blocks));
-  for (std::size_t i = 0; i < dense.size(); ++i)
-    dense[i] = i % static_cast<std::size_t>(blocks + 1) == 0 || random() % 3 == 0;
-  patterns.push_back({"blocks", Pattern::block_sparse(BlockMask::from_dense(16, 1, blocks, dense))});
+  // One mask for all, and one for each of 4 heads of 2 entries.
+  for (const auto& [name, masks] : {std::pair{"blocks", 1}, {"blocks_of_entries", 8}}) {
+    std::vector<std::uint8_t> dense(static_cast<std::size_t>(masks * blocks * blocks));
+    for (std::size_t i = 0; i < dense.size(); ++i) {
+      const std::size_t place = i % static_cast<std::size_t>(blocks * blocks);
+      dense[i] = place % static_cast<std::size_t>(blocks + 1) == 0 || random() % 3 == 0;
+    }
+    patterns.push_back({name, Pattern::block_sparse(BlockMask::from_dense(16, masks, blocks, dense))});
+  }
   return patterns;
 }
 

@@ -225,6 +225,19 @@ TEST(LocalRing, BadInputIsRefusedByName) {
   Call call;
   call.query_ranges = {&half, 1};
   EXPECT_THROW(rank.forward(q.view(), q.view(), q.view(), small.view(), {}, call), InvalidArgument);
+  EXPECT_THROW(rank.forward(q.view(), q.view(), c.v.view(), small.view()), InvalidArgument);  // 20 rows of v
+  Ring alone(Attention(c.pattern), local_ring(1)[0], Shards::even(30, 1));
+  EXPECT_THROW(alone.forward(c.q.view(), c.k.view(), c.v.view(), out.view()), InvalidArgument);  // 20 rows of 30
+}
+
+TEST(LocalRing, BlocksDrawnForEachLengthAreRefused) {
+  Case c(Pattern::block_sparse(BlockPattern::random(0.5, 1, 16)), {}, {2, 64, 1, 1, 16});
+  c.lengths = {64, 40};
+  Ring rank(Attention(c.pattern), local_ring(2)[0], Shards::even(64, 2));
+  const RowRange half{0, 32};
+  const Tensor q = rows_at(c.q, {&half, 1});
+  Tensor out(DType::f32, 2, 32, 1, 16);
+  EXPECT_THROW(rank.forward(q.view(), q.view(), q.view(), out.view(), {}, c.call()), Unsupported);
 }
 
 }  // namespace

@@ -125,8 +125,9 @@ def _run_ranks(calls: list[_RankCall], work: Callable[[_RankCall], None]) -> Non
 
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, calls, extras, keep, monitor):
-        """extras: keyword arguments of both passes (seed, and tensors of the whole sequence)."""
+    def forward(ctx, query, key, value, calls, extras, keep, monitor, forget):
+        """extras: keyword arguments of both passes (seed, and tensors of the whole sequence). forget: called where a pass
+        fails, so that the next call makes local ranks anew."""
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         batch, rows, heads, _ = query.shape
         lse = query.new_empty(
@@ -150,9 +151,13 @@ class _RingFunction(torch.autograd.Function):
         try:
             _run_ranks(calls, work)
         except InvalidArgument as error:
+            forget()
             raise renamed(error, _NAMES) from None
+        except BaseException:
+            forget()
+            raise
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.calls, ctx.extras, ctx.monitor = calls, extras, monitor
+        ctx.calls, ctx.extras, ctx.monitor, ctx.forget = calls, extras, monitor, forget
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -178,8 +183,12 @@ class _RingFunction(torch.autograd.Function):
                     call.write(target, part)
             ctx.monitor.add(RingReport(call.ring.rank, True, **call.ring.report()))
 
-        _run_ranks(ctx.calls, work)
-        return *grads, None, None, None, None
+        try:
+            _run_ranks(ctx.calls, work)
+        except BaseException:
+            ctx.forget()
+            raise
+        return *grads, None, None, None, None, None
 
 
 class RingDilatedAttention(nn.Module):
@@ -331,11 +340,7 @@ class RingDilatedAttention(nn.Module):
                 for rank in range(local)
             ]
         keep = not self.use_checkpointing and torch.is_grad_enabled()
-        try:
-            return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor)[0]
-        except CommError:
-            self.clear_cache()  # the next call makes local ranks anew
-            raise
+        return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor, self.clear_cache)[0]
 
     def get_memory_info(self) -> dict[str, Any]:
         """Bytes of remote rows in the last calls, and what was moved so far."""

@@ -31,10 +31,11 @@ def test_gigapath_cpu():
 
 
 def test_bench_writes_results(tmp_path):
-    small = ["--tokens", "256", "--tiles", "63", "--layers", "1", "--repeats", "1"]
+    small = ["--tokens", "256", "--tiles", "63", "--layers", "1", "--repeats", "1", "--positions", "300", "600",
+             "--context", "64"]  # fmt: skip
     run("-m", "longspan.bench", "--out", str(tmp_path), *small)
     files = sorted(file.name for file in tmp_path.iterdir())
-    assert files == ["torch_encoder.json", "torch_module.json", "torch_overhead.json"]
+    assert files == ["torch_decode.json", "torch_encoder.json", "torch_lm.json", "torch_module.json", "torch_overhead.json"]
     for file in tmp_path.iterdir():
         content = json.loads(file.read_text())
         assert content["machine"]["threads"] >= 1

@@ -1,22 +1,25 @@
-"""python -m longspan.bench [module] [encoder] [overhead]: prints ratios to torch and writes torch_*.json files, or
-gpu_torch_*.json with --device cuda."""
+"""python -m longspan.bench [module] [encoder] [overhead] [decode] [lm]: prints ratios to torch, or times, and writes
+torch_*.json files, or gpu_torch_*.json with --device cuda."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import time
 from pathlib import Path
 
 import longspan
-from longspan.torch import DilatedAttention  # before torch itself: says what is missing
+from longspan.torch import DilatedAttention, DilatedCache, LongNetLM  # before torch itself: says what is missing
 from longspan.torch import attention as torch_attention
+from longspan.torch.longnet import DILATION_RATES, SEGMENT_LENGTHS
 from longspan.torch.operator import raw_tensor
 from longspan.torch.slide_encoder import DILATIONS, SEGMENTS, SlideEncoder
 
 import torch
 
-from .composition import dilated_composition, longnet_composition
+from .composition import DilatedComposition, dilated_composition, longnet_composition
 from .timing import alternate, machine, microseconds
 
 MODULE_SEGMENTS, MODULE_DILATIONS = [2048, 4096, 8192], [1, 2, 4]
@@ -161,13 +164,105 @@ def bench_overhead(repeats: int, device: str) -> dict:
     return {"what": "overhead", "device": device, "microseconds": result}
 
 
+def bench_decode(positions: list[int], groups: int, dtype: torch.dtype, device: str) -> list[dict]:
+    """One attention layer of LongNet's base model, token by token, up to each position: where segments are fullest. All
+    positions take turns, in groups of as many tokens as the pattern takes to repeat."""
+    period = 12  # the least common multiple of the dilations: every token of a group is covered by other branches
+    longest = SEGMENT_LENGTHS[-1]
+    rows = torch.randn(1, longest, 12, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    token = rows[:, :1]
+    module = DilatedAttention(SEGMENT_LENGTHS, DILATION_RATES)
+    caches = [DilatedCache(module, heads=12) for _ in positions]
+
+    def advance(cache: DilatedCache, position: int) -> None:
+        while (left := position - groups * period - cache.position) > 0:
+            cache.append(rows[:, :left], rows[:, :left])
+
+    def decode(cache: DilatedCache) -> float:
+        start = time.perf_counter()
+        for _ in range(period):
+            cache.attend(token, token, token)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - start) / period * 1e6
+
+    samples: list[list[float]] = []
+    for before in (longest, 0):  # the last segment but one warms up: its memory is new to the process
+        for cache, position in zip(caches, positions):
+            advance(cache, position - before)
+        samples = [[] for _ in positions]
+        for _ in range(groups):
+            for cache, taken in zip(caches, samples):
+                taken.append(decode(cache))
+    return [
+        {
+            "what": "decode",
+            "device": device,
+            "position": position,
+            "dtype": str(dtype).removeprefix("torch."),
+            "heads": 12,
+            "head_dim": 64,
+            "segments": list(SEGMENT_LENGTHS),
+            "dilations": list(DILATION_RATES),
+            "tokens_timed": groups * period,
+            "microseconds": {"token": statistics.median(taken), "best_token": min(taken)},
+            "cache_bytes": cache.bytes,
+        }
+        for cache, position, taken in zip(caches, positions, samples)
+    ]
+
+
+def bench_lm(context: int, repeats: int, dtype: torch.dtype, device: str) -> dict:
+    """A training step of LongNetLM, forward, loss and backward, and the same weights over torch's composition; 16 bits by
+    autocast. Half of the layers are the encoder's."""
+    layers, width, heads = (4, 256, 4) if device == "cpu" else (12, 768, 12)
+    segments, dilations = [context // 16, context // 4, context], [1, 2, 4]
+    torch.manual_seed(0)
+    ours, theirs = (
+        LongNetLM(256, width, heads, layers // 2, layers // 2, 4 * width, segments, dilations, positions="rotary").to(device)
+        for _ in range(2)
+    )
+    theirs.load_state_dict(ours.state_dict())
+    for module in list(theirs.modules()):
+        if isinstance(getattr(module, "attention", None), DilatedAttention):
+            module.attention = DilatedComposition(segments, dilations)
+    ids = torch.randint(256, (1, context + 1)).to(device)
+
+    def step(model: LongNetLM) -> torch.Tensor:
+        model.zero_grad()
+        with torch.autocast(torch.device(device).type, dtype, enabled=dtype is not torch.float32):
+            logits = model(ids[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        return loss.detach()
+
+    error = (step(ours) - step(theirs)).abs().item()
+    seconds = alternate({"step": lambda: step(ours), "torch_step": lambda: step(theirs)}, repeats, device)
+    return {
+        "what": "LongNetLM step",
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": context,
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "segments": segments,
+        "dilations": dilations,
+        "largest_difference": error,
+        "seconds": seconds,
+        "times_faster_than_torch": {"step": seconds["torch_step"]["median"] / seconds["step"]["median"]},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m longspan.bench", description=__doc__)
-    parser.add_argument("parts", nargs="*", help="module, encoder, overhead; all without any")
+    parser.add_argument("parts", nargs="*", help="module, encoder, overhead, decode, lm; all without any")
     parser.add_argument("--out", type=Path, help="folder for the files; without it JSON goes to stdout")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 131072], help="of the module benchmark")
     parser.add_argument("--tiles", type=int, default=10_000, help="of the encoder benchmark (a class token is added)")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--positions", type=int, nargs="*", default=[131072, 1048576], help="of the decode benchmark")
+    parser.add_argument("--context", type=int, help="of the lm benchmark (default 8192; 32768 on a GPU)")
     parser.add_argument("--repeats", type=int, help="samples of each time (default 5; 40 below 10,000 tokens)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument(
@@ -178,9 +273,9 @@ def main() -> None:
     device = arguments.device
     if device != "cpu" and not (torch.cuda.is_available() and longspan.info()["gpus"]):
         parser.error(f"--device {device}: {longspan.info()['why_no_gpu'] or 'torch sees no GPU'}")
-    unknown = set(arguments.parts) - {"module", "encoder", "overhead"}
+    unknown = set(arguments.parts) - {"module", "encoder", "overhead", "decode", "lm"}
     if unknown:
-        parser.error(f"unknown part {sorted(unknown)[0]!r}: module, encoder and overhead are there")
+        parser.error(f"unknown part {sorted(unknown)[0]!r}: module, encoder, overhead, decode and lm are there")
     torch.set_num_threads(longspan.num_threads())
 
     def chosen_dtypes(on_gpu: str) -> list[torch.dtype]:
@@ -199,12 +294,21 @@ def main() -> None:
             for dtype in chosen_dtypes("float16")
         ],
         "overhead": lambda: [bench_overhead(arguments.repeats or 1000, device)],
+        "decode": lambda: [
+            result
+            for dtype in chosen_dtypes("bfloat16")
+            for result in bench_decode(arguments.positions, arguments.repeats or 20, dtype, device)
+        ],
+        "lm": lambda: [
+            bench_lm(arguments.context or (8192 if device == "cpu" else 32768), arguments.repeats or 5, dtype, device)
+            for dtype in chosen_dtypes("bfloat16")
+        ],
     }
     for part in arguments.parts or makers:
         results = makers[part]()
         for result in results:
             numbers = result.get("times_faster_than_torch") or result["microseconds"]
-            label = f"{result['what']} {result.get('tokens', '')} {result.get('dtype', '')}".strip()
+            label = f"{result['what']} {result.get('tokens', result.get('position', ''))} {result.get('dtype', '')}".strip()
             label += " causal" if result.get("causal") else ""
             print(label, {name: round(value, 2) for name, value in numbers.items()}, file=sys.stderr)
         text = json.dumps({"machine": machine(), "results": results}, indent=2) + "\n"

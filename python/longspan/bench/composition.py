@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 
@@ -35,6 +35,19 @@ def dilated_composition(segments: Sequence[int], dilations: Sequence[int]):
         return out / groups
 
     return attend
+
+
+class DilatedComposition(nn.Module):
+    """The same as a module in the place of DilatedAttention."""
+
+    def __init__(self, segments: Sequence[int], dilations: Sequence[int]) -> None:
+        super().__init__()
+        self.attend = dilated_composition(segments, dilations)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: None = None
+    ) -> Tensor:
+        return self.attend(query, key, value, is_causal)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

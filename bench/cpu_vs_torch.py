@@ -241,7 +241,7 @@ def memory(threads: int) -> list[dict]:
 def block_sparse(arguments, burst: Burst, table) -> None:
     """A tenth of the blocks of 16,384 tokens against our own dense attention, scaled_dot_product_attention with the mask and,
     with --compiled, FlexAttention (forward only: it has no backward on a CPU)."""
-    tokens, heads, head_dim = (4096 if arguments.quick else 16384), 2, 64
+    tokens, heads, head_dim = (4096 if arguments.quick else 16384), 1, 64
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         for size in (64, 128):

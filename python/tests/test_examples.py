@@ -25,6 +25,15 @@ def test_swap_import_learns():
     assert int(last.split()[-1].rstrip("%")) > 80, last
 
 
+@pytest.mark.slow
+def test_retrieval_needs_the_dilated_branch(tmp_path):
+    picture = tmp_path / "curve.svg"
+    lines = run(str(EXAMPLES / "retrieval.py"), "--steps", "100", "--plot", str(picture)).stdout.splitlines()
+    right = {line.split()[0]: int(line.split()[-1].rstrip("%")) for line in lines}  # the last line of each
+    assert right["dilated"] > 90 and right["local"] < 30, right
+    assert picture.read_text().count("<polyline") == 5
+
+
 def test_gigapath_cpu():
     out = run(str(EXAMPLES / "gigapath_cpu.py"), "--tiles", "300", "--layers", "1", "--width", "192").stdout
     assert "slide embedding of 192 numbers" in out

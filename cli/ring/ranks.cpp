@@ -1,7 +1,10 @@
 // Small exchanges over the ring's own communicator.
 #include "ring/ranks.h"
 
+#include <fmt/format.h>
+
 #include <exception>
+#include <span>
 #include <thread>
 
 #include "longspan/error.h"
@@ -10,6 +13,20 @@ namespace longspan::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+/// One exchange. A rank that does not come makes the communicator unusable, so that nobody waits for it again at the end.
+void exchange(Communicator& communicator, const char* step, std::span<const SendBuffer> sends,
+              std::span<const ReceiveBuffer> receives, std::chrono::milliseconds deadline) {
+  try {
+    communicator.begin(sends, receives);
+    communicator.wait(Clock::now() + deadline);
+  } catch (const CommError& error) {
+    communicator.abort();
+    const double seconds = static_cast<double>(deadline.count()) / 1000;
+    communicator.fail(error.what());
+    throw CommError(fmt::format("{}: {}; --deadline was {} s", step, error.what(), seconds));
+  }
+}
 
 /// One message from every other rank to rank 0; sizes are known there.
 void to_first(Communicator& communicator, const void* data, std::size_t bytes, std::vector<std::string>& texts,
@@ -24,8 +41,7 @@ void to_first(Communicator& communicator, const void* data, std::size_t bytes, s
   } else {
     sends.push_back({0, data, bytes});
   }
-  communicator.begin(sends, receives);
-  communicator.wait(Clock::now() + deadline);
+  exchange(communicator, "gathering reports", sends, receives, deadline);
 }
 
 }  // namespace
@@ -55,8 +71,7 @@ void meet(Communicator& communicator, std::chrono::milliseconds deadline) {
     sends.push_back({peer, &said[static_cast<std::size_t>(peer)], 1});
     receives.push_back({peer, &heard[static_cast<std::size_t>(peer)], 1});
   }
-  communicator.begin(sends, receives);
-  communicator.wait(Clock::now() + deadline);
+  exchange(communicator, "meeting before the run", sends, receives, deadline);
 }
 
 void run_local_ranks(int ranks, const std::function<void(const std::shared_ptr<Communicator>&)>& body) {

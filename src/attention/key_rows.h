@@ -54,14 +54,14 @@ class KeyRows {
     return {};
   }
 
-  /// Calls body(index, run) for runs that together are rows [begin, end) of the strand.
+  /// Calls body(index, run) for runs that together are rows [begin, end) of the strand, less those that no piece has.
   template <class Body>
   void for_each_run(std::int64_t entry, std::int64_t kv_head, const Strand& strand, std::int64_t begin,
                     std::int64_t end, Body&& body) const {
     for (std::int64_t index = begin; index < end;) {
       const RowRun rows = run(entry, kv_head, strand, index, end - index);
-      body(index, rows);
-      index += rows.count;
+      if (rows.count > 0) body(index, rows);
+      index += std::max<std::int64_t>(rows.count, 1);
     }
   }
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import longspan
 import longspan.torch as lt  # before torch itself: says what is missing
 from longspan.bench.composition import longnet_composition
-from longspan.bench.timing import gpu_facts, gpu_seconds
+from longspan.bench.timing import gpu_facts, gpu_seconds, without_folders
 
 import torch
 from torch import Tensor
@@ -373,7 +373,7 @@ def describe_run() -> dict[str, object]:
         "torch": torch.__version__,
         "longspan": longspan.__version__,
         "commit": longspan.__commit__,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python bench/gpu_vs_torch.py", *without_folders(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "gemm_bf16_tflops": gemm_tflops(),
     }

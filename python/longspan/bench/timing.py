@@ -74,6 +74,11 @@ def gpu_facts() -> dict[str, object]:
     return {"gpu": torch.cuda.get_device_name(), "driver": driver, "cudnn": torch.backends.cudnn.version()}
 
 
+def without_folders(arguments: list[str]) -> list[str]:
+    """Arguments as a result file may keep them: of absolute paths, which name folders of one machine, only the end."""
+    return [Path(argument).name if Path(argument).is_absolute() else argument for argument in arguments]
+
+
 def machine() -> dict[str, object]:
     """What the numbers depend on."""
     model = platform.processor()
@@ -85,7 +90,7 @@ def machine() -> dict[str, object]:
     return {
         "cpu": model,
         **gpu_facts(),
-        "command": " ".join(["python -m longspan.bench", *sys.argv[1:]]),
+        "command": " ".join(["python -m longspan.bench", *without_folders(sys.argv[1:])]),
         "threads": longspan.num_threads(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),

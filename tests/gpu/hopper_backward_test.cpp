@@ -6,41 +6,13 @@
 #include <random>
 #include <tuple>
 
-#include "gpu/device_case.h"
+#include "gpu/hopper_case.h"
 #include "kernels/cuda/prepare.h"
 #include "kernels/hopper/backward_launch.h"
-#include "kernels/hopper/hopper.h"
 #include "kernels/hopper/hopper_backward.h"
 
 namespace longspan::testing {
 namespace {
-
-constexpr const char* kName = "hopper-wgmma";
-
-Options with(bool causal, bool deterministic = false, const char* kernel = kName) {
-  Options options;
-  options.causal = causal;
-  options.deterministic = deterministic;
-  options.kernel = kernel;
-  return options;
-}
-
-Problem problem_of(std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
-  Problem problem;
-  problem.device = kGpu;
-  problem.dtype = DType::bf16;
-  problem.tokens = problem.query_rows = tokens;
-  problem.heads = problem.kv_heads = heads;
-  problem.head_dim = head_dim;
-  return problem;
-}
-
-bool has_hopper() {
-  const Plan plan(Pattern::dense(), {}, problem_of(64, 1, 64));
-  return hopper::kKernel.can_run(plan, Pass::backward).ok;
-}
-#define LONGSPAN_NEEDS_HOPPER() \
-  if (!has_hopper()) GTEST_SKIP() << "no Hopper GPU"
 
 struct Setting {
   const char* name;
@@ -94,7 +66,7 @@ class HopperBackward : public ::testing::TestWithParam<Parameters> {
 /// Beside the portable kernel from the same out and lse, and in its own company. Half of the cases have scores of a
 /// standard deviation of 4 (2 of q and 2 of k), where few keys have all the weight.
 TEST_P(HopperBackward, MatchesWithNoMoreErrorThanThePortableKernel) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::backward);
   const auto& [setting, dtype, causal] = GetParam();
   const Case c = make(causal == (dtype == DType::bf16) ? 1.0 : 2.0);
   const reference::Expectation want = c.expected(true);
@@ -129,7 +101,7 @@ TEST_P(HopperBackward, MatchesWithNoMoreErrorThanThePortableKernel) {
 }
 
 TEST_P(HopperBackward, Repeats) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::backward);
   const auto& [setting, dtype, causal] = GetParam();
   if (dtype != DType::bf16) return;  // the same work
   const Case c = make();
@@ -170,7 +142,7 @@ INSTANTIATE_TEST_SUITE_P(Hopper, HopperBackward,
 
 /// NaN in rows beyond `lengths`, or in one strand, reaches no other strand, although tiles end between strands.
 TEST(HopperGradients, NaNStaysInItsStrand) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::backward);
   for (const std::int64_t head_dim : {64, 128}) {
     Case c(Pattern::dilated({200, 400}, {1, 2}), with(false), {2, 1000, 2, 2, head_dim}, DType::bf16);
     c.lengths = {1000, 333};
@@ -200,7 +172,7 @@ TEST(HopperGradients, NaNStaysInItsStrand) {
 
 /// Scores far below 0 make weights of keys that do not exist overflow, if these are not masked.
 TEST(HopperGradients, VeryNegativeScores) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::backward);
   for (const std::int64_t head_dim : {64, 128}) {
     Case c(Pattern::dense(), with(false), {1, 200, 2, 2, head_dim}, DType::bf16);
     c.q.for_each([&](auto entry, auto row, auto head, auto column) {
@@ -213,7 +185,7 @@ TEST(HopperGradients, VeryNegativeScores) {
 
 /// A gradient whose rows or entries repeat (strides of 0, as torch's sum gives) is computed too.
 TEST(HopperGradients, ExpandedGradient) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::backward);
   Case c(Pattern::dilated({128, 300}, {1, 2}), with(false), {1, 300, 2, 2, 64}, DType::bf16);
   c.dout.for_each([&](auto entry, auto row, auto head, auto column) {
     c.dout.set(entry, row, head, column, c.dout.at(entry, 0, head, column));
@@ -236,7 +208,7 @@ TEST(HopperGradients, ExpandedGradient) {
 
 /// A training step in a graph: the same bits as outside.
 TEST(HopperGradients, TrainingStepInAGraph) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::backward);
   for (const Pattern& pattern : {Pattern::dilated({256, 600}, {1, 2}), Pattern::longnet({256, 600}, {1, 2})}) {
     const Case c(pattern, with(true, true), {2, 1000, 4, 2, 64}, DType::bf16);
     const Attention attention(c.pattern, c.options);
@@ -275,7 +247,7 @@ TEST(HopperGradients, TrainingStepInAGraph) {
 
 /// Blocks that wait for one another go through many items here; a pair of tiles that is not handed on hangs.
 TEST(HopperGradients, LongStrandsInOrder) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::backward);
   for (const std::int64_t head_dim : {64, 128}) {
     for (const bool causal : {false, true}) {
       const Case c(Pattern::dense(), with(causal, true), {1, 8192, 8, 8, head_dim}, DType::bf16);
@@ -295,7 +267,7 @@ TEST(HopperGradients, LongStrandsInOrder) {
 
 /// What it refuses it refuses by name, and the portable kernel takes it.
 TEST(HopperGradients, RefusalsSayWhy) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::backward);
   const auto why = [](Problem problem, Options options = {}, const Pattern& pattern = Pattern::dense()) {
     const auto plan = Attention(pattern, options).plan(problem);
     const Verdict verdict = hopper::kKernel.can_run(*plan, Pass::backward);
@@ -314,7 +286,7 @@ TEST(HopperGradients, RefusalsSayWhy) {
   options.detached_mix = true;
   names(why(problem_of(300, 4, 64), options, Pattern::longnet({64, 128}, {1, 2})), "detached_mix");
   names(why(problem_of(1'048'576, 8, 64), {}, Pattern::dilated({16}, {1})), "4.0 times the rows of dq, 3 at most");
-  EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel(Pass::backward)->name, kName);
+  EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel(Pass::backward)->name, kHopper);
 }
 
 /// Needs no GPU: strands have places of their own, within what the plan said, whatever the query ranges.

@@ -4,37 +4,10 @@
 
 #include <tuple>
 
-#include "gpu/device_case.h"
-#include "kernels/hopper/hopper.h"
+#include "gpu/hopper_case.h"
 
 namespace longspan::testing {
 namespace {
-
-constexpr const char* kName = "hopper-wgmma";
-
-Options with(bool causal, const char* kernel = kName) {
-  Options options;
-  options.causal = causal;
-  options.kernel = kernel;
-  return options;
-}
-
-Problem problem_of(std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
-  Problem problem;
-  problem.device = kGpu;
-  problem.dtype = DType::bf16;
-  problem.tokens = problem.query_rows = tokens;
-  problem.heads = problem.kv_heads = heads;
-  problem.head_dim = head_dim;
-  return problem;
-}
-
-bool has_hopper() {
-  const Plan plan(Pattern::dense(), {}, problem_of(64, 1, 64));
-  return hopper::kKernel.can_run(plan, Pass::forward).ok;
-}
-#define LONGSPAN_NEEDS_HOPPER() \
-  if (!has_hopper()) GTEST_SKIP() << "no Hopper GPU"
 
 /// The tile shape follows the strands, not the sequence, and can be printed.
 TEST(HopperChoice, FollowsStrandsAndHeadDim) {
@@ -113,9 +86,9 @@ std::vector<Setting> settings() {
 using Parameters = std::tuple<Setting, DType, bool>;
 class HopperForward : public ::testing::TestWithParam<Parameters> {
  protected:
-  Case make(const char* kernel = kName) const {
+  Case make(const char* kernel = kHopper) const {
     const auto& [setting, dtype, causal] = GetParam();
-    Case c(setting.pattern, with(causal, kernel), setting.shape, dtype, causal ? Layout::bhnd : Layout::bnhd,
+    Case c(setting.pattern, with(causal, false, kernel), setting.shape, dtype, causal ? Layout::bhnd : Layout::bnhd,
            setting.ranges);
     c.lengths = setting.lengths;
     return c;
@@ -123,7 +96,7 @@ class HopperForward : public ::testing::TestWithParam<Parameters> {
 };
 
 TEST_P(HopperForward, MatchesWithExactLseAndNoMoreErrorThanThePortableKernel) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::forward);
   const Case c = make(), portable_case = make("cuda-mma");
   const reference::Expectation want = c.expected(false);
   DeviceCase device(c), portable(portable_case);
@@ -140,7 +113,7 @@ TEST_P(HopperForward, MatchesWithExactLseAndNoMoreErrorThanThePortableKernel) {
 }
 
 TEST_P(HopperForward, RepeatsBitForBit) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::forward);
   const Case c = make();
   const Attention attention(c.pattern, c.options);
   DeviceCase device(c);
@@ -170,7 +143,7 @@ INSTANTIATE_TEST_SUITE_P(Hopper, HopperForward,
 
 /// NaN in rows beyond `lengths`, or in one strand, reaches no other strand, although tiles end between strands.
 TEST(HopperValues, NaNStaysInItsStrand) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::forward);
   for (const std::int64_t head_dim : {64, 128, 192, 256}) {
     Case c(Pattern::dilated({200, 400}, {1, 2}), with(false), {2, 1000, 2, 2, head_dim}, DType::bf16);
     c.lengths = {1000, 333};
@@ -197,7 +170,7 @@ TEST(HopperValues, NaNStaysInItsStrand) {
 
 /// Inputs whose rows or entries repeat (strides of 0) are computed too, if not by the copy engine.
 TEST(HopperValues, ExpandedInputs) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::forward);
   const Case c(Pattern::dense(), with(false), {1, 300, 2, 2, 64}, DType::bf16);
   const reference::Expectation want = c.expected(false);
   DeviceCase device(c);
@@ -224,7 +197,7 @@ TEST(HopperValues, ExpandedInputs) {
 
 /// What it refuses it refuses by name, and the portable kernel takes it.
 TEST(HopperRefusals, SayWhy) {
-  LONGSPAN_NEEDS_HOPPER();
+  LONGSPAN_NEEDS_HOPPER(Pass::forward);
   const auto why = [](Problem problem, Options options = {}, const Pattern& pattern = Pattern::dense()) {
     const auto plan = Attention(pattern, options).plan(problem);
     const Verdict verdict = hopper::kKernel.can_run(*plan, Pass::forward);
@@ -256,7 +229,7 @@ TEST(HopperRefusals, SayWhy) {
             Pattern::longnet({64, 64, 64, 64, 64, 64, 64, 64, 64}, {2, 3, 4, 5, 6, 8, 9, 10, 11})),
         "this pattern needs 18");
   const auto plan = Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64));
-  EXPECT_EQ(plan->kernel(Pass::forward)->name, kName);
+  EXPECT_EQ(plan->kernel(Pass::forward)->name, kHopper);
 }
 
 }  // namespace

@@ -1,0 +1,36 @@
+// What the tests of the Hopper kernels share.
+#pragma once
+
+#include "gpu/device_case.h"
+#include "kernels/hopper/hopper.h"
+
+namespace longspan::testing {
+
+inline constexpr const char* kHopper = "hopper-wgmma";
+
+inline Options with(bool causal, bool deterministic = false, const char* kernel = kHopper) {
+  Options options;
+  options.causal = causal;
+  options.deterministic = deterministic;
+  options.kernel = kernel;
+  return options;
+}
+
+inline Problem problem_of(std::int64_t tokens, std::int64_t heads, std::int64_t head_dim) {
+  Problem problem;
+  problem.device = kGpu;
+  problem.dtype = DType::bf16;
+  problem.tokens = problem.query_rows = tokens;
+  problem.heads = problem.kv_heads = heads;
+  problem.head_dim = head_dim;
+  return problem;
+}
+
+inline bool has_hopper(Pass pass) {
+  const Plan plan(Pattern::dense(), {}, problem_of(64, 1, 64));
+  return hopper::kKernel.can_run(plan, pass).ok;
+}
+#define LONGSPAN_NEEDS_HOPPER(pass) \
+  if (!has_hopper(pass)) GTEST_SKIP() << "no Hopper GPU"
+
+}  // namespace longspan::testing

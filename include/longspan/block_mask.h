@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -59,6 +60,9 @@ class LONGSPAN_API BlockMask {
   std::size_t bytes() const;
   /// One line for people.
   std::string to_string() const;
+  /// What engines keep beside a mask, such as copies of its lists on a GPU: made once for each key, shared by all copies of
+  /// the mask and gone with the last of them.
+  std::shared_ptr<const void> kept(std::uint64_t key, const std::function<std::shared_ptr<const void>(const BlockMask&)>& make) const;
 
  private:
   friend class BlockPattern;

@@ -24,6 +24,8 @@ struct BlockMask::Lists {
   mutable std::vector<std::int64_t> row_offsets;  // the transposed lists: block rows of each key block
   mutable std::vector<std::int32_t> rows;
   mutable std::uint64_t hash = 0;
+  mutable std::mutex keeping;
+  mutable std::vector<std::pair<std::uint64_t, std::shared_ptr<const void>>> kept;
 
   void transpose() const {
     row_offsets.assign(offsets.size(), 0);
@@ -250,6 +252,14 @@ std::uint64_t BlockMask::hash() const {
     lists_->hash = hasher.value();
   });
   return lists_->hash;
+}
+
+std::shared_ptr<const void> BlockMask::kept(std::uint64_t key, const std::function<std::shared_ptr<const void>(const BlockMask&)>& make) const {
+  const std::lock_guard lock(lists_->keeping);
+  for (const auto& [found, value] : lists_->kept) {
+    if (found == key) return value;
+  }
+  return lists_->kept.emplace_back(key, make(*this)).second;
 }
 
 std::size_t BlockMask::bytes() const {

@@ -72,13 +72,15 @@ Verdict fits(const Plan& plan) {
   if (problem.tokens >= std::int64_t{1} << 31) return no("counts rows in 32 bits, there are {}", problem.tokens);
   if (plan.branches().size() > kMaxBranches)
     return no("takes up to {} branches, the pattern has {}", kMaxBranches, plan.branches().size());
-  for (const BranchPlan& branch : plan.branches()) {
-    if (branch.mask) return no("has no block masks yet: use the CPU for block-sparse patterns");
-  }
   return yes();
 }
 
 namespace {
+
+bool has_masks(const Plan& plan) {
+  return std::any_of(plan.branches().begin(), plan.branches().end(),
+                     [](const BranchPlan& branch) { return branch.mask.has_value(); });
+}
 
 /// How the matrix-unit kernels multiply a storage type.
 struct Arithmetic {
@@ -98,6 +100,7 @@ const Arithmetic& arithmetic_of(const Plan& plan) {
 
 Verdict can_run_matrix(const Plan& plan, Pass pass) {
   if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
+  if (has_masks(plan)) return no("has no block masks yet: use the CPU for block-sparse patterns");
   const Problem& problem = plan.problem();
   const bool wide = problem.dtype == DType::f32;
   const int columns = static_cast<int>(problem.head_dim);
@@ -114,6 +117,7 @@ Verdict can_run_matrix(const Plan& plan, Pass pass) {
 Verdict can_run_compact(const Plan& plan, Pass pass) {
   if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
   const Problem& problem = plan.problem();
+  if (has_masks(plan)) return no("has no block masks yet: use the CPU for block-sparse patterns");
   if (problem.dtype == DType::f32 || problem.head_dim <= 64 || problem.head_dim > 128)
     return no("is for head dims 72 to 128 of 16-bit types, here is {} of {}", problem.head_dim, name_of(problem.dtype));
   if (pass == Pass::forward) return can_run_matrix(plan, pass);
@@ -124,7 +128,10 @@ Verdict can_run_compact(const Plan& plan, Pass pass) {
   return yes();
 }
 
-Verdict can_run_simt(const Plan& plan, Pass) { return fits(plan); }
+Verdict can_run_simt(const Plan& plan, Pass) {
+  if (has_masks(plan)) return no("has no block masks yet: use the CPU for block-sparse patterns");
+  return fits(plan);
+}
 
 /// Host memory handed over as a CUDA tensor would only fail later, and take the process's GPU with it.
 void check_pointer(const char* name, const ConstTensorView& view) {

@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define LONGSPAN_DEVICE __host__ __device__ __forceinline__
-#else
-#define LONGSPAN_DEVICE inline
-#endif
+#include "kernels/cuda/block_lists.h"
 
 namespace longspan::cuda {
 
@@ -118,6 +114,7 @@ struct Launch {
   bool separate_dq;  // a backward whose dq is another launch's
   bool descending;   // tiles of a strand, so that long ones come first
   DeviceBranch branches[kMaxBranches];
+  BlockLists lists[kMaxBranches];  // of branches with a block mask, for the tiles of this launch
   DeviceRange ranges[kMaxRanges];
   Work work[kMaxWork];
   DevicePiece pieces[kMaxPieces];

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "kernels/cuda/error.h"
+#include "kernels/cuda/mask_lists.h"
 
 namespace longspan::cuda {
 namespace {
@@ -160,9 +161,19 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
         const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
         const std::int64_t rows =
             tiling.by_keys ? longest : std::min(longest, ceil_divide(range.count, branch.dilation));
-        const std::int64_t tiles = ceil_divide(rows, tiling.rows), place = launch.descending ? parts - 1 - part : part;
-        const std::int64_t begin = tiles * place / parts, end = tiles * (place + 1) / parts;
-        if (begin == end) continue;
+        std::int64_t first_tile = 0, tiles = ceil_divide(rows, tiling.rows);
+        if (launch.lists[b].places) {  // its tiles are those of the strand, not of the range
+          tiles = tiling.by_keys ? launch.lists[b].place_count : ceil_divide(longest, tiling.rows);
+          if (!tiling.by_keys && first == last) {
+            const std::int64_t before = range.start - static_cast<std::int64_t>(first) * branch.segment;
+            first_tile = std::max<std::int64_t>(0, before - branch.dilation + 1) / branch.dilation / tiling.rows;
+            tiles = std::min(tiles, ceil_divide(ceil_divide(before + range.count, branch.dilation), tiling.rows)) -
+                    first_tile;
+          }
+        }
+        const std::int64_t place = launch.descending ? parts - 1 - part : part;
+        const std::int64_t begin = first_tile + tiles * place / parts, end = first_tile + tiles * (place + 1) / parts;
+        if (begin >= end) continue;
         add({0, 0, 0, b, r, branch.head_begin, 1, branch.head_count, first, last - first + 1, clamp(begin),
              clamp(end - begin), finished[r]});
       }
@@ -180,6 +191,25 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
 }
 
 namespace {
+
+/// Lists of fixed block masks, for the tiles of this launch (or for block rows, where rows are all that a kernel
+/// knows).
+void add_lists(Launch& launch, const Plan& plan, Tiling tiling, cudaStream_t stream) {
+  const auto& branches = plan.branches();
+  if (std::none_of(branches.begin(), branches.end(), [](const BranchPlan& branch) { return branch.mask.has_value(); }))
+    return;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &capture), "asking whether the stream is being captured");
+  for (std::size_t b = 0; b < branches.size(); ++b) {
+    const BranchPlan& branch = branches[b];
+    if (!branch.mask) continue;
+    const int rows = tiling.rows > 0 ? tiling.rows : branch.mask->block_size();
+    launch.lists[b] = lists_of(*branch.mask, {rows, tiling.by_keys, tiling.splits, launch.causal},
+                               plan.problem().device.index, capture != cudaStreamCaptureStatusNone);
+    if (branch.mask_entry_heads > 0)
+      launch.lists[b].entry_places = clamp(branch.mask_entry_heads) * launch.lists[b].head_places;
+  }
+}
 
 void split_ranges(Launch& launch, const Plan& plan, std::span<const RowRange> ranges, Tiling tiling,
                   const std::function<void(Launch&)>& run) {
@@ -216,8 +246,15 @@ bool covers_everything(const Plan& plan) {
   return std::all_of(branches.begin(), branches.end(), dense);
 }
 
+bool splits_lists(const Plan& plan) {
+  if (plan.options().deterministic) return false;
+  return std::any_of(plan.branches().begin(), plan.branches().end(), [](const BranchPlan& branch) {
+    return branch.mask && (branch.adaptive_density > 0 || has_long_columns(*branch.mask));
+  });
+}
+
 bool sums_keys(const Plan& plan, std::size_t ranges) {
-  return plan.merges_branches() || plan.problem().heads != plan.problem().kv_heads || ranges != 1;
+  return plan.merges_branches() || plan.problem().heads != plan.problem().kv_heads || ranges != 1 || splits_lists(plan);
 }
 
 bool has_key_sums(const BackwardArguments& a) {
@@ -284,6 +321,7 @@ void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, cons
     launch.state_sums = reinterpret_cast<float*>(a.workspace + space.state_sums);
     launch.state = reinterpret_cast<float*>(a.workspace + space.state);
   }
+  add_lists(launch, a.plan, tiling, static_cast<cudaStream_t>(a.call.stream));
   split_ranges(launch, a.plan, a.ranges, tiling, [&](Launch& part) {
     if (part.merges) {
       part.ticket = reinterpret_cast<unsigned*>(a.workspace + space.counters);
@@ -316,6 +354,7 @@ void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, con
       launch.dv_sum = reinterpret_cast<float*>(a.workspace + space.dv);
     }
   }
+  add_lists(launch, a.plan, tiling, static_cast<cudaStream_t>(a.call.stream));
   split_ranges(launch, a.plan, a.ranges, tiling, run);
 }
 

@@ -12,8 +12,9 @@ namespace longspan::cuda {
 struct Tiling {
   int rows = 0;  // of one item: query rows forward, keys backward; 0 for kernels without items
   bool by_keys = false;
-  bool fills = true;   // items for rows that no branch covers; never with by_keys
-  bool parts = false;  // under a causal mask, long tiles of every branch before short ones of any
+  bool fills = true;    // items for rows that no branch covers; never with by_keys
+  bool parts = false;   // under a causal mask, long tiles of every branch before short ones of any
+  bool splits = false;  // by_keys: long lists of a block mask as several items, which add up
 };
 
 struct Workspace {
@@ -28,7 +29,10 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix);
 /// has: as many query rows as tokens are taken for the whole sequence, which a list of ranges may contradict.
 bool has_key_sums(const BackwardArguments& arguments);
 
-/// Whether several items add to one row of dk: grouped queries, branches that share rows, several ranges.
+/// Whether a backward cuts long lists of block masks into several items; never where gradients are deterministic.
+bool splits_lists(const Plan& plan);
+
+/// Whether several items add to one row of dk: grouped queries, branches that share rows, several ranges, split lists.
 bool sums_keys(const Plan& plan, std::size_t ranges);
 
 /// Whether every row is in some strand whatever the call says.

@@ -83,6 +83,9 @@ Verdict fits(const Plan& plan) {
     return no("loads rows by the copy engine: addresses and strides must be multiples of 16 bytes, here of {}",
               problem.alignment);
   if (problem.has_key_mask) return no("has no key_mask");
+  for (const BranchPlan& branch : plan.branches()) {
+    if (branch.mask) return no("has no block masks");
+  }
   if (problem.has_alibi) return no("has no ALiBi");
   if (problem.has_pieces) return no("takes keys in one piece");
   if (plan.options().dropout > 0) return no("has no dropout, here it is {}", plan.options().dropout);

@@ -1,0 +1,222 @@
+// Merging the block rows (or key blocks) of a tile into one list, and uploading the result.
+#include "kernels/cuda/mask_lists.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <mutex>
+#include <vector>
+
+#include "kernels/cuda/error.h"
+
+namespace longspan::cuda {
+namespace {
+
+constexpr std::int64_t kShortList = 4096;  // rows that one item takes without anyone noticing
+
+/// Graph capture forbids allocations and copies beside it, unless they are said to have nothing to do with it.
+class BesideCapture {
+ public:
+  BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCapture(const BesideCapture&) = delete;
+  BesideCapture& operator=(const BesideCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+/// One allocation on a GPU, freed with its owner.
+class DeviceBytes {
+ public:
+  DeviceBytes(int device, std::size_t bytes) : device_(device) {
+    check(cudaMalloc(&data_, std::max<std::size_t>(bytes, 1)), "block lists");
+  }
+  ~DeviceBytes() {
+    const BesideCapture beside;
+    int before = 0;
+    if (cudaGetDevice(&before) != cudaSuccess) return;  // the driver is gone, and so is the memory
+    if (before != device_) cudaSetDevice(device_);
+    cudaFree(data_);
+    if (before != device_) cudaSetDevice(before);
+  }
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+  int device_;
+};
+
+struct UploadedLists {
+  UploadedLists(int device, std::size_t bytes) : memory(device, bytes) {}
+  DeviceBytes memory;
+  BlockLists lists{};
+};
+
+/// Lists of all heads of a mask, on the host.
+struct HostLists {
+  std::vector<BlockPlace> places;
+  std::vector<std::int32_t> blocks;
+  std::vector<std::uint16_t> bits;
+  std::int64_t places_of_head = 0;
+};
+
+/// One tile's blocks [first, first + count) as entries {block, bits}, ascending.
+class Merge {
+ public:
+  Merge(const BlockMask& mask, const ListShape& shape) : mask_(mask), shape_(shape) {}
+
+  void add(HostLists& lists, std::int64_t head, std::int64_t first, std::int64_t count) {
+    blocks_.clear();
+    bits_.clear();
+    full_ = 0;
+    std::vector<std::span<const std::int32_t>>& left = left_;
+    left.clear();
+    for (std::int64_t own = first; own < first + count; ++own) left.push_back(seen(head, own));
+    const std::uint16_t all = static_cast<std::uint16_t>((1u << count) - 1);
+    constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();
+    while (true) {
+      std::int32_t next = kNone;
+      for (const auto& list : left) next = list.empty() ? next : std::min(next, list.front());
+      if (next == kNone) break;
+      std::uint16_t bits = 0;
+      for (std::size_t i = 0; i < left.size(); ++i) {
+        if (left[i].empty() || left[i].front() != next) continue;
+        bits = static_cast<std::uint16_t>(bits | 1u << i);
+        left[i] = left[i].subspan(1);
+      }
+      const bool off_diagonal = !shape_.causal || (shape_.by_keys ? next >= first + count : next < first);
+      if (bits == all && off_diagonal) {
+        lists.blocks.push_back(next);
+        lists.bits.push_back(all);
+        ++full_;
+      } else {
+        blocks_.push_back(next);
+        bits_.push_back(bits);
+      }
+    }
+    lists.blocks.insert(lists.blocks.end(), blocks_.begin(), blocks_.end());
+    lists.bits.insert(lists.bits.end(), bits_.begin(), bits_.end());
+  }
+  int full() const { return full_; }
+  int count() const { return full_ + static_cast<int>(blocks_.size()); }
+
+ private:
+  std::span<const std::int32_t> seen(std::int64_t head, std::int64_t own) const {
+    const auto all = shape_.by_keys ? mask_.column(head, own) : mask_.row(head, own);
+    if (!shape_.causal) return all;
+    if (shape_.by_keys) return {std::lower_bound(all.begin(), all.end(), static_cast<std::int32_t>(own)), all.end()};
+    return {all.begin(), std::upper_bound(all.begin(), all.end(), static_cast<std::int32_t>(own))};
+  }
+
+  const BlockMask& mask_;
+  const ListShape& shape_;
+  std::vector<std::span<const std::int32_t>> left_;
+  std::vector<std::int32_t> blocks_;
+  std::vector<std::uint16_t> bits_;
+  int full_ = 0;
+};
+
+HostLists make_lists(const BlockMask& mask, const ListShape& shape) {
+  const std::int64_t size = mask.block_size(), blocks = mask.blocks();
+  const std::int64_t group = std::max<std::int64_t>(1, shape.tile_rows / size),
+                     repeats = std::max<std::int64_t>(1, size / shape.tile_rows);
+  const std::int64_t groups = (blocks + group - 1) / group;
+  const std::int64_t most = shape.splits
+                                ? longest_list(mask.active_blocks() / std::max<std::int64_t>(1, mask.heads() * groups),
+                                               static_cast<int>(size))
+                                : std::numeric_limits<std::int32_t>::max();
+  HostLists lists;
+  std::vector<std::vector<BlockPlace>> of_heads(static_cast<std::size_t>(mask.heads()));
+  Merge merge(mask, shape);
+  for (std::int64_t head = 0; head < mask.heads(); ++head) {
+    auto& places = of_heads[static_cast<std::size_t>(head)];
+    for (std::int64_t index = 0; index < groups; ++index) {
+      const auto begin = static_cast<std::int64_t>(lists.blocks.size());
+      merge.add(lists, head, index * group, std::min(group, blocks - index * group));
+      for (std::int64_t repeat = 0; repeat < repeats; ++repeat) {
+        for (std::int64_t part = 0; part == 0 || part < merge.count(); part += most) {
+          const std::int64_t count = std::min(most, merge.count() - part);
+          const std::int64_t full = std::clamp<std::int64_t>(merge.full() - part, 0, count);
+          places.push_back({begin + part, static_cast<int>(full), static_cast<int>(count),
+                            static_cast<int>(index * repeats + repeat)});
+        }
+      }
+    }
+    lists.places_of_head = std::max(lists.places_of_head, static_cast<std::int64_t>(places.size()));
+  }
+  for (auto& places : of_heads) {
+    places.resize(static_cast<std::size_t>(lists.places_of_head), {0, 0, 0, -1});
+    lists.places.insert(lists.places.end(), places.begin(), places.end());
+  }
+  return lists;
+}
+
+std::shared_ptr<const void> upload(const BlockMask& mask, const ListShape& shape, int device) {
+  const HostLists host = make_lists(mask, shape);
+  const std::size_t places = host.places.size() * sizeof(BlockPlace),
+                    blocks = host.blocks.size() * sizeof(std::int32_t),
+                    bits = shape.tile_rows > mask.block_size() ? host.bits.size() * sizeof(std::uint16_t) : 0;
+  const BesideCapture beside;
+  auto uploaded = std::make_shared<UploadedLists>(device, places + blocks + bits);
+  char* const data = uploaded->memory.data();
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "block lists");
+  cudaError_t status = cudaSuccess;
+  const auto copy = [&](std::size_t offset, const void* from, std::size_t bytes) {
+    if (status == cudaSuccess && bytes > 0)
+      status = cudaMemcpyAsync(data + offset, from, bytes, cudaMemcpyHostToDevice, stream);
+  };
+  copy(0, host.places.data(), places);
+  copy(places, host.blocks.data(), blocks);
+  copy(places + blocks, host.bits.data(), bits);
+  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(status, "copying block lists to the GPU");
+  BlockLists& lists = uploaded->lists;
+  lists.places = reinterpret_cast<const BlockPlace*>(data);
+  lists.blocks = reinterpret_cast<const std::int32_t*>(data + places);
+  lists.bits = bits > 0 ? reinterpret_cast<const std::uint16_t*>(data + places + blocks) : nullptr;
+  lists.place_count = static_cast<int>(host.places_of_head);
+  lists.head_places = mask.heads() > 1 ? lists.place_count : 0;
+  lists.shift = static_cast<std::uint8_t>(std::countr_zero(static_cast<unsigned>(mask.block_size())));
+  lists.tile_shift = static_cast<std::uint8_t>(std::countr_zero(static_cast<unsigned>(shape.tile_rows)));
+  return uploaded;
+}
+
+}  // namespace
+
+std::int64_t longest_list(std::int64_t mean, int block_size) { return std::max(2 * mean, kShortList / block_size); }
+
+bool has_long_columns(const BlockMask& mask) {
+  constexpr std::uint64_t kKey = ~std::uint64_t{0};
+  const auto found = mask.kept(kKey, [](const BlockMask& of) -> std::shared_ptr<const void> {
+    std::size_t longest = 0;
+    for (std::int64_t head = 0; head < of.heads(); ++head) {
+      for (std::int64_t block = 0; block < of.blocks(); ++block)
+        longest = std::max(longest, of.column(head, block).size());
+    }
+    const std::int64_t mean = of.active_blocks() / std::max<std::int64_t>(1, of.heads() * of.blocks());
+    return std::make_shared<const bool>(static_cast<std::int64_t>(longest) > longest_list(mean, of.block_size()));
+  });
+  return *static_cast<const bool*>(found.get());
+}
+
+BlockLists lists_of(const BlockMask& mask, const ListShape& shape, int device, bool captured) {
+  const std::uint64_t key = static_cast<std::uint64_t>(device) << 32 |
+                            static_cast<std::uint64_t>(shape.tile_rows) << 3 |
+                            static_cast<std::uint64_t>(shape.by_keys) << 2 |
+                            static_cast<std::uint64_t>(shape.splits) << 1 | static_cast<std::uint64_t>(shape.causal);
+  const auto kept = mask.kept(key, [&](const BlockMask& of) { return upload(of, shape, device); });
+  if (captured) {
+    static std::mutex mutex;
+    static auto* const forever = new std::vector<std::shared_ptr<const void>>;
+    const std::lock_guard lock(mutex);
+    if (std::find(forever->begin(), forever->end(), kept) == forever->end()) forever->push_back(kept);
+  }
+  return static_cast<const UploadedLists*>(kept.get())->lists;
+}
+
+}  // namespace longspan::cuda

@@ -17,6 +17,7 @@ namespace {
 constexpr int kCompute = 90;           // instructions of sm_90a run on 9.0 and on nothing else, newer or older
 constexpr int kOldestDriver = 12010;   // whose launches take more than 4 KB of parameters
 constexpr int kSharedBytes = 232'000;  // most of any shape
+constexpr std::int64_t kWidestWithMasks = 128;
 constexpr std::int64_t kMost = std::numeric_limits<int>::max();
 
 using Encode = PFN_cuTensorMapEncodeTiled_v12000;
@@ -38,7 +39,31 @@ Encode encoder() {
   return found;
 }
 
+/// Blocks are cut into tiles of keys of 64 or 128, and only shapes of narrow heads read lists.
+Verdict fits_masks(const Plan& plan) {
+  if (!has_masks(plan)) return yes();
+  if (smallest_block(plan) < kGroupRows)
+    return no("takes block masks of blocks of 64 and 128, here they are of {}", smallest_block(plan));
+  if (plan.problem().head_dim > kWidestWithMasks)
+    return no("takes block masks at head dims up to {}, here it is {}", kWidestWithMasks, plan.problem().head_dim);
+  if (plan.merges_branches()) return no("takes no block masks where branches share rows");
+  return yes();
+}
+
 }  // namespace
+
+bool has_masks(const Plan& plan) {
+  return std::any_of(plan.branches().begin(), plan.branches().end(),
+                     [](const BranchPlan& branch) { return branch.mask.has_value(); });
+}
+
+int smallest_block(const Plan& plan) {
+  int smallest = std::numeric_limits<int>::max();
+  for (const BranchPlan& branch : plan.branches()) {
+    if (branch.mask) smallest = std::min(smallest, branch.mask->block_size());
+  }
+  return smallest;
+}
 
 bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation, std::int64_t rows, int box_rows) {
   const std::uint64_t element = static_cast<std::uint64_t>(size_of(view.dtype));
@@ -83,9 +108,7 @@ Verdict fits(const Plan& plan) {
     return no("loads rows by the copy engine: addresses and strides must be multiples of 16 bytes, here of {}",
               problem.alignment);
   if (problem.has_key_mask) return no("has no key_mask");
-  for (const BranchPlan& branch : plan.branches()) {
-    if (branch.mask) return no("has no block masks");
-  }
+  if (Verdict verdict = fits_masks(plan); !verdict.ok) return verdict;
   if (problem.has_alibi) return no("has no ALiBi");
   if (problem.has_pieces) return no("takes keys in one piece");
   if (plan.options().dropout > 0) return no("has no dropout, here it is {}", plan.options().dropout);

@@ -43,11 +43,25 @@ BlockMask random_mask(Dice& dice, std::int64_t strand_rows, std::int64_t heads) 
   return BlockMask::from_dense(size, mask_heads, blocks, dense);
 }
 
+/// A mask of its own, a rule, or blocks that the call chooses.
+Pattern random_block_sparse(Dice& dice, std::int64_t tokens, std::int64_t heads) {
+  const std::int64_t kind = dice.between(0, 7);
+  if (kind < 4) return Pattern::block_sparse(random_mask(dice, tokens, heads));
+  const int size = dice.of({16, 32, 64, 128});
+  const double density = dice.of({0.1, 0.3, 0.7});
+  if (kind == 4) return Pattern::block_sparse(BlockPattern::adaptive(density, size));
+  const std::int64_t global = dice.between(1, std::min<std::int64_t>(tokens, 40));
+  const BlockPattern rules[] = {BlockPattern::global_local(global, dice.between(0, 200), size),
+                                BlockPattern::bigbird(global, 3 * size, density, dice.word() % 1000, size),
+                                BlockPattern::strided(3 * size, size)};
+  return Pattern::block_sparse(rules[kind - 5]);
+}
+
 Pattern random_pattern(Dice& dice, std::int64_t tokens, std::int64_t heads) {
   const std::int64_t most = std::max<std::int64_t>(tokens, 1);
   Pattern pattern = Pattern::dense();
   const std::int64_t kind = dice.between(0, 9);
-  if (kind == 1 && tokens > 0) return Pattern::block_sparse(random_mask(dice, tokens, heads));
+  if (kind == 1 && tokens > 0) return random_block_sparse(dice, tokens, heads);
   if (kind > 1) {
     const bool groups = kind < 6;
     const std::int64_t branches = groups ? dice.between(1, std::min<std::int64_t>(heads, 4)) : dice.between(1, 4);
@@ -113,7 +127,11 @@ std::string CheckCase::to_string() const {
 std::vector<CheckCase> check_grid() {
   const std::vector<Pattern> patterns = {
       Pattern::dense(), Pattern::dilated({32, 64, 128}, {1, 2, 4}), Pattern::longnet({24, 70}, {1, 3}),
-      Pattern::longnet({24, 70, 400}, {1, 3, 5}, PhaseRule::torchscale).with_pad_keys()};
+      Pattern::longnet({24, 70, 400}, {1, 3, 5}, PhaseRule::torchscale).with_pad_keys(),
+      Pattern::block_sparse(BlockPattern::bigbird(20, 48, 0.2, 7, 16)),
+      Pattern::block_sparse(BlockPattern::local_window(128, 64)),
+      Pattern::block_sparse(BlockPattern::adaptive(0.3, 32)),
+      Pattern::dilated({64, 190}, {1, 2}).with_mask(1, BlockPattern::strided(48, 16))};
   std::vector<CheckCase> cases;
   for (const Pattern& pattern : patterns) {
     for (const bool causal : {false, true}) {

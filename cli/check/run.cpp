@@ -141,6 +141,13 @@ class CaseData {
   Tensor dlse_;
 };
 
+bool draws_blocks(const CheckCase& one) {
+  const auto& branches = one.pattern.branches();
+  return std::any_of(branches.begin(), branches.end(), [&](const Branch& branch) {
+    return branch.mask && branch.mask->depends_on_length(one.options.causal);
+  });
+}
+
 /// The inputs of a case where a kernel runs: as they are on the CPU, copies of them on a GPU.
 class PlacedInputs {
  public:
@@ -154,7 +161,8 @@ class PlacedInputs {
     call.key_mask = place(data.call.key_mask);
     call.alibi_slopes = place(data.call.alibi_slopes);
     call.dlse = place(data.call.dlse);
-    if (one.seed % 2 == 0) call.lengths = place(data.call.lengths);  // else they stay on the host, which GPUs take, too
+    // Else they stay on the host, which GPUs take, too, and must where blocks are drawn for each length.
+    if (one.seed % 2 == 0 && !draws_blocks(one)) call.lengths = place(data.call.lengths);
     const ConstTensorView whole_k = place(data.k.view()), whole_v = place(data.v.view());
     if (data.call.pieces.empty()) {
       k = whole_k;

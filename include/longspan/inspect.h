@@ -1,4 +1,5 @@
-// Looking at attention: which blocks attend, with which probabilities, and what every key receives. Host tensors.
+// Looking at attention: which blocks attend, with which probabilities, and what every key receives. Tensors of any device;
+// blocks and masks are returned on the host, what keys receive where the tensors are.
 #pragma once
 
 #include <cstdint>

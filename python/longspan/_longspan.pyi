@@ -278,22 +278,6 @@ class Attention:
 
     def __repr__(self) -> str: ...
 
-class TorchCalls:
-    """The operator on torch tensors, without Python between."""
-
-    def __init__(self, *, exchange: object, types: tuple, observers: tuple, autocast_enabled: object, grad_enabled: object, empty_like: object, contiguous_empty_like: object, empty_f32: object, empty_f64: object) -> None: ...
-
-    def mode(self, query: object, key: object, value: object) -> int:
-        """
-        0: through the dispatcher, 1: past it, 2: past it, recording gradients.
-        """
-
-    def forward(self, attention: Attention, query: object, key: object, value: object, with_lse: bool, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0) -> tuple:
-        """(out, lse or None)"""
-
-    def backward(self, attention: Attention, grad_out: object, grad_lse: object | None, query: object, key: object, value: object, out: object, lse: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0) -> tuple:
-        """(dq, dk, dv)"""
-
 class Shards:
     """Which positions each rank of a ring owns."""
 
@@ -363,15 +347,17 @@ class Ring:
     def report(self) -> dict[str, float]:
         """What the last call did."""
 
-def attention_blocks(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, block_size: int = 0) -> tuple:
+def attention_blocks(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, block_size: int = 0, stream: int = 0) -> tuple:
     """
     (entry, head, block row, block column) of each block, its probabilities, the block size.
     """
 
-def attention_received(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None) -> object:
-    """The total weight every key receives, [batch, heads, tokens]."""
+def attention_received(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, received: object | None = None, stream: int = 0) -> None:
+    """
+    The total weight every key receives, into float32 [batch, heads, tokens].
+    """
 
-def adaptive_mask(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None) -> BlockMask:
+def adaptive_mask(attention: Attention, q: object, k: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, stream: int = 0) -> BlockMask:
     """What an adaptive pattern chooses."""
 
 def draw(plan: Plan, head: int = 0, cells: int = 48, ascii: bool = False) -> str: ...

@@ -147,7 +147,8 @@ void bind_block_pattern(nb::module_& module) {
 /// Views of a call that is only looked at.
 struct Inspected {
   Inspected(nb::handle q_array, nb::handle k_array, nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes,
-            const std::optional<Ranges>& query_ranges) {
+            const std::optional<Ranges>& query_ranges, std::uint64_t stream) {
+    call.stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(stream));
     q = arrays.input(q_array, "q", Role::bnhd);
     k = arrays.input(k_array, "k", Role::bnhd);
     call.lengths = arrays.input(lengths, "lengths", Role::lengths);
@@ -165,8 +166,8 @@ struct Inspected {
 };
 
 nb::tuple blocks_of(const Attention& attention, nb::handle q, nb::handle k, nb::object lengths, nb::object key_mask,
-                    nb::object alibi_slopes, std::optional<Ranges> query_ranges, int block_size) {
-  Inspected in(q, k, lengths, key_mask, alibi_slopes, query_ranges);
+                    nb::object alibi_slopes, std::optional<Ranges> query_ranges, int block_size, std::uint64_t stream) {
+  Inspected in(q, k, lengths, key_mask, alibi_slopes, query_ranges, stream);
   AttentionBlocks blocks;
   {
     nb::gil_scoped_release unlocked;
@@ -186,23 +187,17 @@ nb::tuple blocks_of(const Attention& attention, nb::handle q, nb::handle k, nb::
                         owned_array<float>(std::move(blocks.values), {count, size, size}), blocks.block_size);
 }
 
-nb::object received_by(const Attention& attention, nb::handle q, nb::handle k, nb::object lengths, nb::object key_mask,
-                       nb::object alibi_slopes, std::optional<Ranges> query_ranges) {
-  Inspected in(q, k, lengths, key_mask, alibi_slopes, query_ranges);
-  std::vector<float> sums(static_cast<std::size_t>(in.q.batch() * in.q.heads() * in.k.rows()));
-  {
-    nb::gil_scoped_release unlocked;
-    attention_received(attention, in.q, in.k, TensorView::lse(sums.data(), in.q.batch(), in.k.rows(), in.q.heads()),
-                       in.call);
-  }
-  const std::vector<std::size_t> shape = {static_cast<std::size_t>(in.q.batch()), static_cast<std::size_t>(in.q.heads()),
-                                          static_cast<std::size_t>(in.k.rows())};
-  return owned_array<float>(std::move(sums), shape);
+void received_by(const Attention& attention, nb::handle q, nb::handle k, nb::object lengths, nb::object key_mask,
+                 nb::object alibi_slopes, std::optional<Ranges> query_ranges, nb::object received, std::uint64_t stream) {
+  Inspected in(q, k, lengths, key_mask, alibi_slopes, query_ranges, stream);
+  const TensorView target = in.arrays.output(received, "received", Role::lse);
+  nb::gil_scoped_release unlocked;
+  attention_received(attention, in.q, in.k, target, in.call);
 }
 
 BlockMask chosen_by(const Attention& attention, nb::handle q, nb::handle k, nb::object lengths, nb::object key_mask,
-                    nb::object alibi_slopes, std::optional<Ranges> query_ranges) {
-  Inspected in(q, k, lengths, key_mask, alibi_slopes, query_ranges);
+                    nb::object alibi_slopes, std::optional<Ranges> query_ranges, std::uint64_t stream) {
+  Inspected in(q, k, lengths, key_mask, alibi_slopes, query_ranges, stream);
   nb::gil_scoped_release unlocked;
   return adaptive_mask(attention, in.q, in.k, in.call);
 }
@@ -217,13 +212,14 @@ void bind_blocks(nb::module_& module) {
 void bind_inspection(nb::module_& module) {
   module.def("attention_blocks", &blocks_of, "attention"_a, "q"_a, "k"_a, "lengths"_a = nb::none(),
              "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(), "block_size"_a = 0,
+             "stream"_a = 0,
              "(entry, head, block row, block column) of each block, its probabilities, the block size.");
   module.def("attention_received", &received_by, "attention"_a, "q"_a, "k"_a, "lengths"_a = nb::none(),
              "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(),
-             "The total weight every key receives, [batch, heads, tokens].");
+             "received"_a = nb::none(), "stream"_a = 0, "The total weight every key receives, into float32 [batch, heads, tokens].");
   module.def("adaptive_mask", &chosen_by, "attention"_a, "q"_a, "k"_a, "lengths"_a = nb::none(),
              "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(),
-             "What an adaptive pattern chooses.");
+             "stream"_a = 0, "What an adaptive pattern chooses.");
   module.def(
       "draw",
       [](const Plan& plan, std::int64_t head, std::int64_t cells, bool ascii) {

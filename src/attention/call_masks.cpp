@@ -19,6 +19,10 @@ bool entries_draw_alone(const Plan& plan, std::size_t branch, const Call& call) 
 
 /// Every entry's mask as its own length makes it, one after the other; rows beyond an entry's end keep nothing.
 BlockMask masks_of_entries(const Plan& plan, std::size_t index, const Call& call) {
+  if (call.lengths.device.type != DeviceType::cpu) {
+    throw Unsupported(fmt::format("random blocks with lengths on {}: blocks are drawn on the CPU for each length; pass lengths on the host",
+                                  to_string(call.lengths.device)));
+  }
   const Branch& branch = plan.pattern().branches()[index];
   const Problem& problem = plan.problem();
   const std::int64_t blocks = plan.branches()[index].mask->blocks();
@@ -45,20 +49,18 @@ BlockMask masks_of_entries(const Plan& plan, std::size_t index, const Call& call
 
 bool needs_call_masks(const Plan& plan, const Call& call) {
   for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
-    if (plan.branches()[branch].adaptive_density > 0 || entries_draw_alone(plan, branch, call)) return true;
+    const bool adaptive = plan.branches()[branch].adaptive_density > 0 && plan.problem().device.type == DeviceType::cpu;
+    if (adaptive || entries_draw_alone(plan, branch, call)) return true;
   }
   return false;
 }
 
 Plan with_call_masks(const Plan& plan, const ConstTensorView& q, const ConstTensorView& k, const Call& call,
                      std::span<const RowRange> ranges, int threads) {
-  if (plan.problem().device.type != DeviceType::cpu) {
-    throw Unsupported(fmt::format("adaptive masks, and random masks with lengths, are made on the CPU; the tensors are on {}",
-                                  to_string(plan.problem().device)));
-  }
+  const bool on_host = plan.problem().device.type == DeviceType::cpu;
   Plan own = plan;
   for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
-    if (plan.branches()[branch].adaptive_density > 0) own = own.with_mask(branch, choose_blocks(plan, branch, q, k, call, ranges, threads));
+    if (plan.branches()[branch].adaptive_density > 0 && on_host) own = own.with_mask(branch, choose_blocks(plan, branch, q, k, call, ranges, threads));
     else if (entries_draw_alone(plan, branch, call)) own = own.with_mask(branch, masks_of_entries(plan, branch, call));
   }
   return own;

@@ -1,5 +1,5 @@
-// Block masks that only a call can make: adaptive ones from its q and k, and random ones of batch entries whose lengths
-// differ (an entry sees what it would see alone).
+// Block masks that only a call can make: adaptive ones from its q and k (on GPUs kernels choose them), and random ones of
+// batch entries whose lengths differ (an entry sees what it would see alone).
 #pragma once
 
 #include "longspan/attention.h"

@@ -8,22 +8,33 @@
 #include <cmath>
 
 #include "attention/call_masks.h"
+#include "kernels/cuda/cuda.h"
+#include "kernels/kernel.h"
 #include "kernels/plain/rows.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
+#include "memory/device_pool.h"
 #include "util/dispatch.h"
 #include "util/parallel.h"
 
 namespace longspan {
 namespace {
 
-/// A contiguous float32 copy on the host, with the heads of keys repeated for every query head if `heads` asks for it.
+/// A contiguous float32 tensor where a call's tensors are, or a copy of one, with the heads of keys repeated for every query
+/// head if `heads` asks for it.
 class FloatTensor {
  public:
-  FloatTensor(std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns, float value = 0)
-      : values_(static_cast<std::size_t>(batch * rows * heads * columns), value),
-        view_(TensorView::bnhd(values_.data(), DType::f32, batch, rows, heads, columns)) {}
-  FloatTensor(const ConstTensorView& source, std::int64_t heads) : FloatTensor(source.batch(), source.rows(), heads, source.columns()) {
+  FloatTensor(Device device, void* stream, std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns)
+      : values_(device.type == DeviceType::cpu ? static_cast<std::size_t>(batch * rows * heads * columns) : 0),
+        lease_(device.index, stream, device.type == DeviceType::cpu ? 0 : static_cast<std::size_t>(batch * rows * heads * columns) * sizeof(float)),
+        view_(TensorView::bnhd(device.type == DeviceType::cpu ? static_cast<void*>(values_.data()) : lease_.data(), DType::f32, batch, rows, heads, columns,
+                               device)) {}
+  FloatTensor(const ConstTensorView& source, std::int64_t heads, void* stream)
+      : FloatTensor(source.device, stream, source.batch(), source.rows(), heads, source.columns()) {
+    if (source.device.type != DeviceType::cpu) {
+      cuda::to_float(source, view_, stream);
+      return;
+    }
     dispatch_storage(source.dtype, [&]<class Storage>() {
       for (std::int64_t entry = 0; entry < source.batch(); ++entry) {
         for (std::int64_t row = 0; row < source.rows(); ++row) {
@@ -39,15 +50,20 @@ class FloatTensor {
   FloatTensor(const FloatTensor&) = delete;
   FloatTensor& operator=(const FloatTensor&) = delete;
   const TensorView& view() const { return view_; }
+  void fill_one(void* stream) {
+    if (view_.device.type != DeviceType::cpu) return cuda::fill_one(view_, stream);
+    std::fill(values_.begin(), values_.end(), 1.0f);
+  }
 
  private:
   std::vector<float> values_;
+  DeviceLease lease_;
   TensorView view_;
 };
 
 void check_inputs(const ConstTensorView& q, const ConstTensorView& k, const Call& call) {
-  if (q.device.type != DeviceType::cpu || k.device.type != DeviceType::cpu) {
-    throw InvalidArgument("q", fmt::format("q is on {}, k on {}: attention is inspected on the host; copy them", to_string(q.device), to_string(k.device)));
+  if (q.device != k.device) {
+    throw InvalidArgument("q", fmt::format("q is on {}, k on {}: put them on one device", to_string(q.device), to_string(k.device)));
   }
   if (!call.pieces.empty()) throw InvalidArgument("pieces", "pieces are given: inspection takes k as one tensor");
   if (k.heads() < 1 || q.heads() % k.heads() != 0) {
@@ -77,14 +93,13 @@ struct BlockRowValues {
 }  // namespace
 
 BlockMask adaptive_mask(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const Call& call) {
-  if (k.device.type != DeviceType::cpu) {
-    throw Unsupported(fmt::format("adaptive masks are made on the CPU; k is on {}", to_string(k.device)));
-  }
   const auto plan = attention.plan(Attention::problem(q, k, call));
   for (std::size_t branch = 0; branch < plan->branches().size(); ++branch) {
     if (plan->branches()[branch].adaptive_density == 0) continue;
     const RowRange whole{0, plan->problem().tokens};
-    return choose_blocks(*plan, branch, q, k, call, ranges_of(call, whole), num_threads());
+    const auto ranges = ranges_of(call, whole);
+    if (k.device.type == DeviceType::cpu) return choose_blocks(*plan, branch, q, k, call, ranges, num_threads());
+    return cuda::chosen_blocks(*plan, branch, q, k, call, ranges);
   }
   throw InvalidArgument("pattern", fmt::format("pattern '{}' is not adaptive: its masks do not depend on data", attention.pattern().to_string()));
 }
@@ -97,26 +112,64 @@ void attention_received(const Attention& attention, const ConstTensorView& q, co
     throw InvalidArgument("received", fmt::format("received is {} of [{} entries, {} rows, {} heads]: give f32 of [{}, {}, {}]",
                                                   name_of(received.dtype), received.batch(), received.rows(), received.heads(), batch, tokens, heads));
   }
+  if (received.device != q.device) {
+    throw InvalidArgument("received", fmt::format("received is on {}, q on {}: put them on one device", to_string(received.device), to_string(q.device)));
+  }
   const Attention weights = weights_only(attention);
-  const FloatTensor queries(q, heads), keys(k, heads), out(batch, q.rows(), heads, columns), ones(batch, q.rows(), heads, columns, 1.0f);
-  const FloatTensor dq(batch, q.rows(), heads, columns), dk(batch, tokens, heads, columns), dv(batch, tokens, heads, columns);
-  std::vector<float> lse(static_cast<std::size_t>(batch * heads * q.rows()));
-  const TensorView lse_view = TensorView::lse(lse.data(), batch, q.rows(), heads);
+  const Device device = q.device;
+  const FloatTensor queries(q, heads, call.stream), keys(k, heads, call.stream);
+  const auto like = [&](std::int64_t rows, std::int64_t of_heads, std::int64_t width) { return FloatTensor(device, call.stream, batch, rows, of_heads, width); };
+  const FloatTensor out = like(q.rows(), heads, columns), dq = like(q.rows(), heads, columns), dk = like(tokens, heads, columns),
+                    dv = like(tokens, heads, columns), lse = like(q.rows(), heads, 1);
+  FloatTensor ones = like(q.rows(), heads, columns);
+  ones.fill_one(call.stream);
+  const TensorView lse_view = TensorView::lse(lse.view().data, batch, q.rows(), heads, device);
   weights.forward(queries.view(), keys.view(), keys.view(), out.view(), lse_view, call);
   weights.backward(queries.view(), keys.view(), keys.view(), out.view(), lse_view, ones.view(), dq.view(), dk.view(), dv.view(), call);
+  TensorView first = dv.view();
+  first.sizes[3] = 1;
+  if (device.type != DeviceType::cpu) return cuda::to_float(first, received, call.stream);
   for (std::int64_t entry = 0; entry < batch; ++entry) {
     for (std::int64_t row = 0; row < tokens; ++row) {
-      for (std::int64_t head = 0; head < heads; ++head) *received.at<float>(entry, row, head) = *dv.view().at<float>(entry, row, head);
+      for (std::int64_t head = 0; head < heads; ++head) *received.at<float>(entry, row, head) = *first.at<float>(entry, row, head);
     }
   }
 }
+
+namespace {
+
+/// Blocks of tensors on a GPU: found on the host, where they go, for the masks that the GPU would choose.
+AttentionBlocks blocks_by_way_of_host(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const Call& call, int block_size) {
+  std::vector<std::byte> memory[5];
+  Call host_call;
+  host_call.query_ranges = call.query_ranges;
+  host_call.cancel = call.cancel;
+  const auto copy = [&](const ConstTensorView& view, std::vector<std::byte>& to) {
+    return view.given() && view.device.type != DeviceType::cpu ? cuda::download(view, to, call.stream) : view;
+  };
+  const ConstTensorView host_q = copy(q, memory[0]), host_k = copy(k, memory[1]);
+  host_call.lengths = copy(call.lengths, memory[2]);
+  host_call.key_mask = copy(call.key_mask, memory[3]);
+  host_call.alibi_slopes = copy(call.alibi_slopes, memory[4]);
+  Pattern pattern = attention.pattern();
+  const auto plan = attention.plan(Attention::problem(q, k, call));
+  for (std::size_t branch = 0; branch < plan->branches().size(); ++branch) {
+    if (plan->branches()[branch].adaptive_density == 0) continue;
+    const RowRange whole{0, plan->problem().tokens};
+    pattern = pattern.with_mask(branch, cuda::chosen_blocks(*plan, branch, q, k, call, ranges_of(call, whole)));
+  }
+  return attention_blocks(Attention(pattern, attention.options()), host_q, host_k, host_call, block_size);
+}
+
+}  // namespace
 
 AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const Call& call,
                                  int block_size) {
   check_inputs(q, k, call);
   const Attention weights = weights_only(attention);
+  if (q.device.type != DeviceType::cpu) return blocks_by_way_of_host(weights, q, k, call, block_size);
   const std::int64_t batch = q.batch(), heads = q.heads(), rows = q.rows();
-  const FloatTensor queries(q, heads), keys(k, k.heads()), out(batch, rows, heads, q.columns());
+  const FloatTensor queries(q, heads, nullptr), keys(k, k.heads(), nullptr), out(q.device, nullptr, batch, rows, heads, q.columns());
   std::vector<float> lse(static_cast<std::size_t>(batch * heads * rows));
   const TensorView lse_view = TensorView::lse(lse.data(), batch, rows, heads);
   weights.forward(queries.view(), keys.view(), keys.view(), out.view(), lse_view, call);

@@ -7,6 +7,7 @@ has() { # has TEXT...: stdout of the last expect holds each text
 npy in.npy '<f4' '1, 96, 2, 64' 49152
 npy mask.npy '|b1' '1, 96' 96
 attend=("$longspan" attend --segments 32,96 --dilations 1,2 --q in.npy --k in.npy --v in.npy)
+blocks=("$longspan" attend --pattern 'block=16 bigbird(16,48,0.2,1)' --q in.npy --k in.npy --v in.npy)
 
 expect 0 "" "$longspan" info --json
 if grep -q '"gpus": \[\]' stdout; then
@@ -36,6 +37,9 @@ for dtype in f32 bf16; do
   expect 0 "" "$longspan" bench dilated --device cuda --tokens 8K --dtype $dtype --repeats 2 --json
   has '"device": "cuda:0"' '"peak_source"' '"fraction_of_peak"' '"sustained_seconds"' '"gpu_driver"'
 done
+expect 0 "" "$longspan" bench block-sparse --device cuda --tokens 8K --dtype bf16 --repeats 2 --json
+has '"device": "cuda:0"' '"sustained_seconds"'
+expect 0 "" "$longspan" bench block-sparse --device cuda --tokens 8K --dtype bf16 --repeats 2 --pattern 'block=64 adaptive(0.1)' --forward-only
 expect 0 "" "$longspan" bench dense --device cuda --tokens 2K --dtype f16 --forward-only
 has TFLOP/s "of peak"
 expect 0 "" "$longspan" demo --tokens 4K --dtype bf16 --out report.html --json
@@ -51,9 +55,12 @@ expect 0 "" "$longspan" check --device cuda --tokens 100 --segments 40 --dilatio
 for device in cpu cuda; do
   expect 0 "" "${attend[@]/in.npy/in2.npy}" --out $device.npy --lse ${device}_lse.npy --device $device --json
   has "\"device\": \"$device"
-  for file in $device ${device}_lse; do tail -c +129 $file.npy | od -An -v -w4 -tf4 >$file.txt; done
+  expect 0 "" "${blocks[@]/in.npy/in2.npy}" --out ${device}_blocks.npy --lse ${device}_blocks_lse.npy --device $device
+  for file in $device ${device}_lse ${device}_blocks ${device}_blocks_lse; do
+    tail -c +129 $file.npy | od -An -v -w4 -tf4 >$file.txt
+  done
 done
-for file in "cpu.txt cuda.txt" "cpu_lse.txt cuda_lse.txt"; do
+for file in "cpu.txt cuda.txt" "cpu_lse.txt cuda_lse.txt" "cpu_blocks.txt cuda_blocks.txt" "cpu_blocks_lse.txt cuda_blocks_lse.txt"; do
   paste $file | awk '{ d = $1 - $2; if (d < 0) d = -d; if (!(d < 1e-5 || $1 == $2)) wrong++ } END { exit !(NR >= 192 && !wrong) }' ||
     fail "$file differ"
 done

@@ -483,8 +483,9 @@ TEST(GpuErrors, RefusalsSayWhy) {
   problem.device.index = 1000;
   EXPECT_NE(why().find("cuda:1000"), std::string::npos) << why();
   problem.device.index = 0;
-  const std::vector<std::uint8_t> ones(16, 1);
-  EXPECT_NE(why(Pattern::block_sparse(BlockMask::from_dense(16, 1, 4, ones))).find("block masks"), std::string::npos);
+  problem.tokens = problem.query_rows = std::int64_t{1} << 24;
+  const Pattern many = Pattern::block_sparse(BlockPattern::adaptive(0.1, 16));
+  EXPECT_NE(why(many).find("use larger blocks"), std::string::npos) << why(many);
 }
 
 TEST(GpuErrors, CpuProblemsDoNotTouchTheGpu) {

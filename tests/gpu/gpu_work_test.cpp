@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <map>
+#include <random>
 
+#include "kernels/cuda/mask_lists.h"
 #include "kernels/cuda/prepare.h"
 
 namespace longspan::cuda {
@@ -172,6 +174,55 @@ TEST(GpuWork, WritersOfARowComeInDifferentLaunches) {
         std::sort(together.begin(), together.end());
         EXPECT_EQ(together, whole) << pattern.to_string();
       });
+    }
+  }
+}
+
+/// Lists of every tile name each pair of rows that a mask lets attend exactly once, and no other, whatever the strand's
+/// length and the range that is asked for.
+TEST(GpuWork, BlockListsNameEveryPairOnce) {
+  std::mt19937 engine(3);
+  for (int trial = 0; trial < 60; ++trial) {
+    const int size = 16 << engine() % 4;
+    const std::int64_t blocks = 1 + static_cast<std::int64_t>(engine() % 9),
+                       heads = 1 + static_cast<std::int64_t>(engine() % 2);
+    std::vector<std::uint8_t> dense(static_cast<std::size_t>(heads * blocks * blocks));
+    const unsigned one_in = 1 + engine() % 4;
+    for (auto& bit : dense) bit = engine() % one_in == 0;
+    const BlockMask mask = BlockMask::from_dense(size, heads, blocks, dense);
+    const ListShape shape{engine() % 2 ? 64 : 128, engine() % 2 == 0, engine() % 2 == 0, engine() % 2 == 0};
+    const HostLists host = make_lists(mask, shape);
+    const BlockLists lists = view_of(host, mask, shape, host.places.data(), host.blocks.data(), host.bits.data());
+    const int rows = static_cast<int>(blocks) * size - static_cast<int>(engine() % static_cast<unsigned>(size));
+    const int begin = static_cast<int>(engine() % static_cast<unsigned>(rows)),
+              end = begin + 1 + static_cast<int>(engine() % static_cast<unsigned>(rows - begin));
+    for (std::int64_t head = 0; head < heads; ++head) {
+      std::map<std::pair<int, int>, int> named;  // {row of the tile, row of the list}
+      for (int index = 0; index < lists.place_count; ++index) {
+        const BlockPlace& place = lists.place(0, static_cast<int>(head), index);
+        if (place.tile < 0) continue;
+        ASSERT_TRUE(shape.by_keys || place.tile == index);
+        const BlockWalk walk = lists.walk(place, begin, end);
+        for (int x = 0; x < walk.rows(); ++x) {
+          const int other = walk.row(x);
+          for (int own = place.tile * shape.tile_rows; own < std::min(rows, (place.tile + 1) * shape.tile_rows);
+               ++own) {
+            const bool seen = other >= begin && other < end && walk.meets(x >> walk.shift, own) &&
+                              !(shape.causal && (shape.by_keys ? other < own : other > own));
+            ASSERT_TRUE(x >= walk.unmasked || seen || other < begin) << x << " of " << walk.unmasked;
+            if (seen) ++named[std::pair{own, other}];
+          }
+        }
+      }
+      for (int own = 0; own < rows; ++own) {
+        for (int other = begin; other < end; ++other) {
+          const int query = shape.by_keys ? other : own, key = shape.by_keys ? own : other;
+          const bool attends = mask.active(head, query / size, key / size) && !(shape.causal && key > query);
+          const auto found = named.find(std::pair{own, other});
+          ASSERT_EQ(found == named.end() ? 0 : found->second, attends ? 1 : 0)
+              << "query " << query << " key " << key << " trial " << trial;
+        }
+      }
     }
   }
 }

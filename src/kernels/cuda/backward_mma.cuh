@@ -14,11 +14,12 @@
 namespace longspan::cuda {
 
 /// kCompact: half the keys and queries at a time, for GPUs with less than 100 KiB of shared memory in a block.
-template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kCompact = false>
+template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kListsValue = kFeaturesValue,
+          bool kCompact = false>
 struct BackwardShape {
   using Math = MathValue;
   static constexpr int kColumns = kColumnsValue;
-  static constexpr bool kFeatures = kFeaturesValue;
+  static constexpr bool kFeatures = kFeaturesValue, kLists = kListsValue;
   static constexpr bool kLight = kColumns <= 64 || kWide<Math>;  // one warp has its keys' gradients in registers
   static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
   static constexpr int kKeyWarps = kCompact ? 2 : 4, kSplit = kLight ? 1 : 2;
@@ -76,19 +77,38 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
   using T = Element<Math>;
   constexpr int kSize = sizeof(T), kColumns = Shape::kColumns, kKeys = Tile::kKeys, kQueries = Shape::kQueries;
   constexpr int kThreads = Tile::kThreads, kRowTiles = Shape::kRowTiles, kPitch = Tile::kPitch;
-  constexpr bool kFeatures = Shape::kFeatures;
+  constexpr bool kFeatures = Shape::kFeatures, kLists = Shape::kLists;
   extern __shared__ __align__(128) char shared[];
   const Item item = a.decode(blockIdx.x);
   const DeviceBranch& branch = a.branches[item.branch];
   const int length = a.length(item.entry);
   const StrandRows strand = branch.strand(item.head, item.segment, length);
   const StrandQueries queries = queries_of(strand, a.ranges[item.range]);
-  const int first_key = item.tile * kKeys;
-  const int keys = min(kKeys, strand.count - first_key);
+  const bool listed = kLists && a.lists[item.branch].places;
+  int first_key = item.tile * kKeys;
   // Under a causal mask queries before the first key see none of these keys.
-  const int skipped = a.causal ? max(0, first_key - queries.begin) / kQueries : 0;
-  const int tiles = (queries.count + kQueries - 1) / kQueries;
-  if (keys <= 0 || tiles <= skipped) return;
+  int skipped = a.causal ? max(0, first_key - queries.begin) / kQueries : 0;
+  auto sequence = RowSequence<kLists>::range(queries.begin, queries.count, 0);
+  if constexpr (kLists) {
+    if (listed) {
+      const BlockLists& lists = a.lists[item.branch];
+      const BlockPlace& place = lists.place(item.entry, item.head, item.tile);
+      if (place.tile < 0) return;
+      first_key = place.tile * kKeys;
+      skipped = 0;
+      sequence = RowSequence<kLists>::blocks(lists.walk(place, queries.begin, queries.begin + queries.count), -1);
+      if (sequence.count == 0 && a.sum_keys) return;
+    }
+  }
+  const int keys = min(kKeys, strand.count - first_key);
+  const int tiles = (sequence.count + kQueries - 1) / kQueries;
+  if (keys <= 0 || (tiles <= skipped && !listed)) return;
+  // Element x of the sequence among the range's rows of the strand; -1 where there is none.
+  const auto query_at = [&](int x) {
+    if constexpr (!kLists) return x < queries.count ? x : -1;
+    const unsigned query = sequence.row(x) - queries.begin;
+    return x < sequence.count && query < static_cast<unsigned>(queries.count) ? static_cast<int>(query) : -1;
+  };
 
   const int kv_head = item.head / (a.heads / a.kv_heads);
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
@@ -107,13 +127,24 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
       reinterpret_cast<const float2*>(a.delta) + a.delta_row(item.branch, item.entry, queries.q_row, item.head);
   const auto load_queries = [&](int tile) {
     const int stage = tile & 1;
-    load_rows<Math, kColumns, kQueries, kThreads, kFeatures>(q_tiles + stage * Tile::kQueryBytes, q_base, q_step,
-                                                             tile * kQueries, queries.count, a.columns, a.aligned);
-    load_rows<Math, kColumns, kQueries, kThreads, kFeatures>(do_tiles + stage * Tile::kQueryBytes, do_base, do_step,
-                                                             tile * kQueries, queries.count, a.columns, a.aligned);
+    if constexpr (kLists) {
+      for_each_chunk<Math, kColumns, kQueries, kThreads>([&](int row, int chunk) {
+        const int query = query_at(tile * kQueries + row);
+        const std::uint32_t target = stage * Tile::kQueryBytes + chunk_offset<kPitch>(row, chunk);
+        load_chunk<T, kFeatures>(q_tiles + target, query >= 0 ? q_base + query * q_step : q_base, chunk, query >= 0,
+                                 a.columns, a.aligned);
+        load_chunk<T, kFeatures>(do_tiles + target, query >= 0 ? do_base + query * do_step : do_base, chunk, query >= 0,
+                                 a.columns, a.aligned);
+      });
+    } else {
+      load_rows<Math, kColumns, kQueries, kThreads, kFeatures>(q_tiles + stage * Tile::kQueryBytes, q_base, q_step,
+                                                               tile * kQueries, queries.count, a.columns, a.aligned);
+      load_rows<Math, kColumns, kQueries, kThreads, kFeatures>(do_tiles + stage * Tile::kQueryBytes, do_base, do_step,
+                                                               tile * kQueries, queries.count, a.columns, a.aligned);
+    }
     if (threadIdx.x < kQueries) {
-      const int query = tile * kQueries + threadIdx.x;
-      const bool valid = query < queries.count;
+      const int query = query_at(tile * kQueries + threadIdx.x);
+      const bool valid = query >= 0;
       const std::uint32_t target = rows_offset + (stage * kQueries + threadIdx.x) * 8;
       // No row: where a bias may be negative only lse = inf keeps its weights from overflowing.
       if (kFeatures && !valid) store_shared(target, make_float2(LONGSPAN_INFINITY, 0.0f));
@@ -170,7 +201,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
       constexpr int kBlocks = Shape::kPassQueries / 8;
       const int pass_query = (pass * Shape::kSplit + part) * Shape::kPassQueries;
-      const int first_query = queries.begin + tile * kQueries + pass_query;
+      const int first_element = tile * kQueries + pass_query;  // of the sequence
       // Two queries each, as accumulators have them: {lse, delta, lse, delta}.
       const float4* const values = row_values + (stage * kQueries + pass_query) / 2 + lane % 4;
       float p[kRowTiles][kBlocks][4], ds[kRowTiles][kBlocks][4];
@@ -184,22 +215,28 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
           for (int i = 0; i < 4; ++i) {
             float exponent = fmaf(p[m][n][i], scale_log2, i % 2 ? -value.z : -value.x);
             if constexpr (kFeatures) {
-              const int query = first_query + n * 8 + (lane % 4) * 2 + i % 2, key = own_key + 16 * m + i / 2 * 8;
-              exponent -= rules.bias(query, key);
+              const int query = sequence.row(first_element + n * 8) + (lane % 4) * 2 + i % 2;
+              exponent -= rules.bias(query, own_key + 16 * m + i / 2 * 8);
             }
             p[m][n][i] = fast_exp2(exponent);
           }
       }
-      if (kFeatures || ragged || (a.causal && first_query < first_key + warp_key + Tile::kWarpKeys - 1)) {
+      const bool masked = listed ? first_element + Shape::kPassQueries > sequence.unmasked
+                                 : a.causal && sequence.row(first_element) < first_key + warp_key + Tile::kWarpKeys - 1;
+      if (kFeatures || ragged || masked) {
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
+        for (int n = 0; n < kBlocks; ++n) {
+          const int first_query = sequence.row(first_element + n * 8) + (lane % 4) * 2;
 #pragma unroll
-          for (int n = 0; n < kBlocks; ++n)
+          for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const int query = first_query + n * 8 + (lane % 4) * 2 + i % 2, key = own_key + 16 * m + i / 2 * 8;
-              if (!(open >> (2 * m + i / 2) & 1) || (a.causal && key > query)) p[m][n][i] = 0.0f;
+              const int key = own_key + 16 * m + i / 2 * 8;
+              if (!(open >> (2 * m + i / 2) & 1) || (a.causal && key > first_query + i % 2) ||
+                  !sequence.meets(first_element + n * 8, key))
+                p[m][n][i] = 0.0f;
             }
+        }
       }
       multiply_rows<Math, kColumns>(ds, v_tile, warp_key, do_tile, pass_query);
 #pragma unroll
@@ -211,8 +248,8 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
           for (int i = 0; i < 4; ++i) {
             float factor = 1.0f;
             if constexpr (kFeatures) {
-              const int query = first_query + n * 8 + (lane % 4) * 2 + i % 2, key = own_key + 16 * m + i / 2 * 8;
-              factor = rules.factor(query, key);
+              const int query = sequence.row(first_element + n * 8) + (lane % 4) * 2 + i % 2;
+              factor = rules.factor(query, own_key + 16 * m + i / 2 * 8);
             }
             ds[m][n][i] = p[m][n][i] * fmaf(dweight_scale * factor, ds[m][n][i], i % 2 ? -value.w : -value.y);
             p[m][n][i] *= factor;
@@ -266,8 +303,8 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
 #pragma unroll
     for (int m = 0; m < Tile::kQueryRowTiles; ++m) {
       add_rows(dq[m], a.columns, query_column, [&](int row) -> float* {
-        const int query = tile * kQueries + query_row + 16 * m + row;
-        if (query >= queries.count) return nullptr;
+        const int query = query_at(tile * kQueries + query_row + 16 * m + row);
+        if (query < 0) return nullptr;
         return a.dq_sum +
                a.packed_row(item.entry, queries.q_row + static_cast<std::int64_t>(query) * strand.stride, item.head) *
                    a.columns;
@@ -275,6 +312,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
     }
   }
 
+  if (kLists && tiles == 0) copy_wait<0>();
   const int first_column = part * Tile::kWarpColumns;
   const float scales[2] = {a.sum_scale, a.output_scale};
 #pragma unroll

@@ -31,10 +31,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   const Item item = a.decode(blockIdx.x);
   const StrandRows strand = a.branches[item.branch].strand(item.head, item.segment, a.length(item.entry));
   const StrandQueries queries = queries_of(strand, a.ranges[item.range]);
-  const int rows = min(kRows, queries.count - item.tile * kRows);
+  const bool listed = kFeatures && a.lists[item.branch].places;
+  const int first_query = listed ? max(queries.begin, item.tile * kRows) : queries.begin + item.tile * kRows;
+  const int rows =
+      min(queries.begin + queries.count, listed ? (item.tile + 1) * kRows : first_query + kRows) - first_query;
   if (rows <= 0) return;
-  const int first_query = queries.begin + item.tile * kRows;
-  const std::int64_t q_row = queries.q_row + static_cast<std::int64_t>(item.tile) * kRows * strand.stride;
+  const std::int64_t q_row = queries.q_row + static_cast<std::int64_t>(first_query - queries.begin) * strand.stride;
   const int warp_row = threadIdx.x / kWarpThreads * 16, lane = threadIdx.x % kWarpThreads;
   const std::uint32_t q_tile = shared_address(shared), do_tile = q_tile + kRows * kPitch,
                       k_tile = do_tile + kRows * kPitch, v_tile = k_tile + kKeys * kPitch;
@@ -64,16 +66,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   }
   const float scale_log2 = a.scale * kLog2E, dweight_scale = a.output_scale * a.dscore_scale;
   const PairRules rules(a, item, strand);
-  const int last_key = a.causal ? min(strand.count, first_query + rows) : strand.count;
+  auto keys = RowSequence<kFeatures>::range(0, a.causal ? min(strand.count, first_query + rows) : strand.count, 0);
+  if constexpr (kFeatures) {
+    if (listed) {
+      const BlockLists& lists = a.lists[item.branch];
+      keys = RowSequence<kFeatures>::blocks(lists.walk(lists.place(item.entry, item.head, item.tile), 0, strand.count),
+                                            strand.count);
+    }
+  }
   float dq[1][kColumns / 8][4];
   clear(dq);
 
-  for (int first = 0; first < last_key; first += kKeys) {
+  for (int first = 0; first < keys.count; first += kKeys) {
     __syncthreads();
     if constexpr (kFeatures) {
       for_each_chunk<Math, kColumns, kKeys, kThreads, false>([&](int row, int chunk) {
         const char *k_row, *v_row;
-        const bool valid = find_key(a, item, kv_head, strand, first + row, kSize, k_row, v_row);
+        const bool valid = find_key(a, item, kv_head, strand, keys.row(first + row), kSize, k_row, v_row);
         if (chunk == 0) allowed[row] = valid;
         load_chunk<T, true>(k_tile + chunk_offset<kPitch>(row, chunk), k_row, chunk, valid, a.columns, a.aligned);
         load_chunk<T, true>(v_tile + chunk_offset<kPitch>(row, chunk), v_row, chunk, valid, a.columns, a.aligned);
@@ -95,14 +104,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int own = first_query + warp_row + lane / 4 + i / 2 * 8, local = n * 8 + (lane % 4) * 2 + i % 2;
-        const int key = first + local;
+        const int key = keys.row(first + n * 8) + (lane % 4) * 2 + i % 2;
         const float2 value = values[i / 2];
         float exponent = fmaf(p[0][n][i], scale_log2, -value.x), factor = 1.0f;
         bool open = !masked || (key < strand.count && !(a.causal && key > own));
         if constexpr (kFeatures) {
           exponent -= rules.bias(own, key);
           factor = rules.factor(own, key);
-          open = open && allowed[local];
+          open = open && allowed[local] && keys.meets(first + n * 8, own);
         }
         const float weight = open ? fast_exp2(exponent) : 0.0f;
         ds[0][n][i] = weight * fmaf(dweight_scale * factor, ds[0][n][i], -value.y);

@@ -37,20 +37,20 @@ struct BlockPlace {
 
 /// What a strand's end and a query range leave of a list.
 struct BlockWalk {
-  const std::int32_t *full_blocks, *partial_blocks;  // entry e is full_blocks[e] if e < full, else partial_blocks[e]
-  const std::uint16_t *full_bits, *partial_bits;     // null where a tile has one block
-  int full, count;
-  int unmasked;  // rows of the sequence, from its start, that take no mask at all
+  const std::int32_t* blocks;
+  const std::uint16_t* bits;  // null where a tile has one block
+  int full, count, skip;      // entry e is blocks[e], from `full` on blocks[e + skip]
+  int unmasked;               // rows of the sequence, from its start, that take no mask at all
   int shift, first_block;
 
   LONGSPAN_DEVICE int rows() const { return count << shift; }
-  LONGSPAN_DEVICE int block(int entry) const { return entry < full ? full_blocks[entry] : partial_blocks[entry]; }
+  LONGSPAN_DEVICE int place_of(int entry) const { return entry < full ? entry : entry + skip; }
+  LONGSPAN_DEVICE int block(int entry) const { return blocks[place_of(entry)]; }
   /// Row x of the sequence as a row of the strand; x < rows().
   LONGSPAN_DEVICE int row(int x) const { return (block(x >> shift) << shift) + (x & ((1 << shift) - 1)); }
   /// Whether the block of the tile that holds `own_row` of the strand meets an entry.
   LONGSPAN_DEVICE bool meets(int entry, int own_row) const {
-    if (!full_bits || entry < full) return true;
-    return partial_bits[entry] >> ((own_row >> shift) - first_block) & 1;
+    return !bits || bits[place_of(entry)] >> ((own_row >> shift) - first_block) & 1;
   }
 };
 
@@ -87,13 +87,12 @@ struct BlockLists {
     const int partial_begin = from(at.full, at.count, first), partial_end = from(partial_begin, at.count, last);
     walk.full = full_end - full_begin;
     walk.count = walk.full + partial_end - partial_begin;
-    walk.full_blocks = list + full_begin;
-    walk.partial_blocks = list + partial_begin - walk.full;
-    walk.full_bits = bits ? bits + at.begin + full_begin : nullptr;
-    walk.partial_bits = bits ? bits + at.begin + partial_begin - walk.full : nullptr;
+    walk.skip = partial_begin - full_end;
+    walk.blocks = list + full_begin;
+    walk.bits = bits ? bits + at.begin + full_begin : nullptr;
     walk.shift = shift;
     walk.first_block = (at.tile << tile_shift) >> shift;
-    const bool cut = walk.full > 0 && ((walk.full_blocks[walk.full - 1] + 1) << shift) > end;
+    const bool cut = walk.full > 0 && ((walk.blocks[walk.full - 1] + 1) << shift) > end;
     walk.unmasked = (walk.full - (cut ? 1 : 0)) << shift;
     return walk;
   }

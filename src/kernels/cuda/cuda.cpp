@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "kernels/cuda/adaptive.h"
 #include "kernels/cuda/call.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/kernels.h"
@@ -72,15 +73,17 @@ Verdict fits(const Plan& plan) {
   if (problem.tokens >= std::int64_t{1} << 31) return no("counts rows in 32 bits, there are {}", problem.tokens);
   if (plan.branches().size() > kMaxBranches)
     return no("takes up to {} branches, the pattern has {}", kMaxBranches, plan.branches().size());
+  const int shared_bytes = found[static_cast<std::size_t>(problem.device.index)].shared_bytes;
+  for (const BranchPlan& branch : plan.branches()) {
+    const int most = most_adaptive_blocks(shared_bytes, static_cast<int>(problem.head_dim));
+    if (branch.adaptive_density > 0 && branch.mask->blocks() > most)
+      return no("chooses from up to {} blocks on {}, here are {}: use larger blocks", most, to_string(problem.device),
+                branch.mask->blocks());
+  }
   return yes();
 }
 
 namespace {
-
-bool has_masks(const Plan& plan) {
-  return std::any_of(plan.branches().begin(), plan.branches().end(),
-                     [](const BranchPlan& branch) { return branch.mask.has_value(); });
-}
 
 /// How the matrix-unit kernels multiply a storage type.
 struct Arithmetic {
@@ -100,7 +103,6 @@ const Arithmetic& arithmetic_of(const Plan& plan) {
 
 Verdict can_run_matrix(const Plan& plan, Pass pass) {
   if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
-  if (has_masks(plan)) return no("has no block masks yet: use the CPU for block-sparse patterns");
   const Problem& problem = plan.problem();
   const bool wide = problem.dtype == DType::f32;
   const int columns = static_cast<int>(problem.head_dim);
@@ -117,7 +119,6 @@ Verdict can_run_matrix(const Plan& plan, Pass pass) {
 Verdict can_run_compact(const Plan& plan, Pass pass) {
   if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
   const Problem& problem = plan.problem();
-  if (has_masks(plan)) return no("has no block masks yet: use the CPU for block-sparse patterns");
   if (problem.dtype == DType::f32 || problem.head_dim <= 64 || problem.head_dim > 128)
     return no("is for head dims 72 to 128 of 16-bit types, here is {} of {}", problem.head_dim, name_of(problem.dtype));
   if (pass == Pass::forward) return can_run_matrix(plan, pass);
@@ -128,10 +129,7 @@ Verdict can_run_compact(const Plan& plan, Pass pass) {
   return yes();
 }
 
-Verdict can_run_simt(const Plan& plan, Pass) {
-  if (has_masks(plan)) return no("has no block masks yet: use the CPU for block-sparse patterns");
-  return fits(plan);
-}
+Verdict can_run_simt(const Plan& plan, Pass) { return fits(plan); }
 
 /// Host memory handed over as a CUDA tensor would only fail later, and take the process's GPU with it.
 void check_pointer(const char* name, const ConstTensorView& view) {
@@ -233,7 +231,10 @@ void backward_simt_call(const BackwardArguments& a) {
                                   a.ranges.size(), to_string(a.q.device), kMaxRanges));
   }
   for_each_launch(a, {}, false, [&](Launch& launch) {
-    check(backward_simt(launch, a.q.dtype, stream_of(a)), "starting the backward kernels");
+    check(backward_queries_simt(launch, a.q.dtype, stream_of(a)), "starting the kernel for dq");
+  });
+  for_each_launch(a, {.by_keys = true, .masks_chosen = true}, false, [&](Launch& launch) {
+    check(backward_keys_simt(launch, a.q.dtype, stream_of(a)), "starting the kernel for dk and dv");
   });
 }
 
@@ -263,6 +264,8 @@ void backward_shaped(const BackwardArguments& a, bool compact) {
     });
   }
   Tiling by_keys = tiling_of(a.plan, true, false);
+  by_keys.splits = splits_lists(a.plan);
+  by_keys.masks_chosen = a.plan.options().detached_mix;
   if (compact) by_keys.rows = kCompactKeys;
   for_each_launch(a, by_keys, true, [&](Launch& launch) {
     prepare(launch);
@@ -276,12 +279,13 @@ void backward_shaped(const BackwardArguments& a, bool compact) {
     else run(launch);
   });
   if (in_order) {
-    for_each_launch(a, {kQueryPassRows, false, false, true}, true, [&](Launch& launch) {
-      for_each_writer(launch, 1, [&](const Launch& part) {
-        if (part.items > 0)
-          check(arithmetic.backward_queries(part, wants_features(part), stream), "starting the kernel for dq");
-      });
-    });
+    for_each_launch(
+        a, {.rows = kQueryPassRows, .fills = false, .parts = true, .masks_chosen = true}, true, [&](Launch& launch) {
+          for_each_writer(launch, 1, [&](const Launch& part) {
+            if (part.items > 0)
+              check(arithmetic.backward_queries(part, wants_features(part), stream), "starting the kernel for dq");
+          });
+        });
   }
   check(finish_backward(last, a.q.dtype, stream), "starting the conversion of gradients");
 }

@@ -29,4 +29,13 @@ const std::string& why_none();
 /// Zeroes a strided tensor on its device.
 void fill_zero(const TensorView& view, void* stream);
 
+/// A strided tensor as float32; heads of the source serve several of the target's where it has more.
+void to_float(const ConstTensorView& from, const TensorView& to, void* stream);
+void fill_one(const TensorView& view, void* stream);
+/// A contiguous copy on the host, in `memory`; waits for the stream.
+ConstTensorView download(const ConstTensorView& view, std::vector<std::byte>& memory, void* stream);
+/// What an adaptive branch chooses for these tensors; waits for the stream.
+BlockMask chosen_blocks(const Plan& plan, std::size_t branch, const ConstTensorView& q, const ConstTensorView& k,
+                        const Call& call, std::span<const RowRange> ranges);
+
 }  // namespace longspan::cuda

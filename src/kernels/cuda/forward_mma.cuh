@@ -10,19 +10,19 @@
 
 namespace longspan::cuda {
 
-/// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, scales that are not positive, deltas. Head dims between
-/// those instantiated run with columns of zeros.
-template <class MathValue, int kColumnsValue, bool kFeaturesValue>
+/// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, scales that are not positive, deltas. kLists: block
+/// masks. Head dims between those instantiated run with columns of zeros.
+template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kListsValue = kFeaturesValue>
 struct ForwardShape {
   using Math = MathValue;
   static constexpr int kColumns = kColumnsValue;
-  static constexpr bool kFeatures = kFeaturesValue;
+  static constexpr bool kFeatures = kFeaturesValue, kLists = kListsValue;
   static constexpr int kWarps = 4;
   static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
   static constexpr bool kSmall = !kWide<Math> && kColumns <= 48 && !kFeatures;
-  static constexpr int kKeys = kWide<Math> && kColumns > 128                  ? 32
-                               : !kWide<Math> && kColumns == 64 && !kFeatures ? 128
-                                                                              : 64;
+  static constexpr int kKeys = kWide<Math> && kColumns > 128                             ? 32
+                               : !kWide<Math> && kColumns == 64 && !kFeatures && !kLists ? 128
+                                                                                         : 64;
   static constexpr int kStages = kSmall ? 2 : 1;  // of K and of V; with two there is one barrier in a tile
   static constexpr int kBlocksPerSm = kSmall ? 3 : kWide<Math> && kColumns > 64 ? 1 : 2;
 };
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
   using T = Element<Math>;
   constexpr int kSize = sizeof(T), kColumns = Shape::kColumns, kRows = Tile::kRows, kKeys = Shape::kKeys;
   constexpr int kThreads = Tile::kThreads, kRowTiles = Shape::kRowTiles, kPitch = Tile::kPitch;
-  constexpr bool kFeatures = Shape::kFeatures;
+  constexpr bool kFeatures = Shape::kFeatures, kLists = Shape::kLists;
   extern __shared__ __align__(128) char shared[];
   __shared__ std::uint8_t allowed[2][kFeatures ? kKeys : 1];
   const Item item = a.decode(take_item(a));
@@ -140,14 +140,16 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
   const int length = a.length(item.entry);
   const StrandRows strand = branch.strand(item.head, item.segment, length);
   const StrandQueries queries = queries_of(strand, a.ranges[item.range]);
-  const int rows = min(kRows, queries.count - item.tile * kRows);
+  const bool listed = kLists && a.lists[item.branch].places;  // its tiles are the strand's, else the range's
+  const int first_query = listed ? max(queries.begin, item.tile * kRows) : queries.begin + item.tile * kRows;
+  const int rows =
+      min(queries.begin + queries.count, listed ? (item.tile + 1) * kRows : first_query + kRows) - first_query;
   if (rows <= 0) {
     wait_for_earlier(a, item);
     announce(a, item);
     return;
   }
-  const int first_query = queries.begin + item.tile * kRows;  // row of the strand
-  const std::int64_t q_row = queries.q_row + static_cast<std::int64_t>(item.tile) * kRows * strand.stride;
+  const std::int64_t q_row = queries.q_row + static_cast<std::int64_t>(first_query - queries.begin) * strand.stride;
   const int kv_head = item.head / (a.heads / a.kv_heads);
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
   const int warp_row = warp * 16 * kRowTiles, thread_row = warp_row + lane / 4;
@@ -159,15 +161,34 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
   const char* const v_base = a.v.data + a.v.offset(item.entry, strand.start, kv_head) * kSize;
   const std::int64_t k_step = a.k.row * strand.stride * kSize, v_step = a.v.row * strand.stride * kSize;
 
+  auto keys = RowSequence<kLists>::range(0, a.causal ? min(strand.count, first_query + rows) : strand.count,
+                                         a.causal ? min(strand.count, first_query + warp_row + 1) : strand.count);
+  if constexpr (kLists) {
+    if (listed) {
+      const BlockLists& lists = a.lists[item.branch];
+      keys = RowSequence<kLists>::blocks(lists.walk(lists.place(item.entry, item.head, item.tile), 0, strand.count),
+                                         strand.count);
+    }
+  }
+
   // With features a key's row may be masked or lie in a piece; without, rows are an arithmetic progression.
   const auto load_keys = [&](std::uint32_t tile, bool values, int first) {
-    if constexpr (!kFeatures) {
+    if constexpr (kLists && !kFeatures) {
+      const char* const base = values ? v_base : k_base;
+      const std::int64_t step = values ? v_step : k_step;
+      for_each_chunk<Math, kColumns, kKeys, kThreads>([&](int row, int chunk) {
+        const int key = keys.row(first + row);
+        const bool valid = key < strand.count;
+        load_chunk<T, false>(tile + chunk_offset<kPitch>(row, chunk), valid ? base + key * step : base, chunk, valid,
+                             a.columns, true);
+      });
+    } else if constexpr (!kFeatures) {
       load_rows<Math, kColumns, kKeys, kThreads, false>(tile, values ? v_base : k_base, values ? v_step : k_step, first,
                                                         strand.count, a.columns, true);
     } else {
       for_each_chunk<Math, kColumns, kKeys, kThreads, false>([&](int row, int chunk) {
         const char *k_row, *v_row;
-        const bool valid = find_key(a, item, kv_head, strand, first + row, kSize, k_row, v_row);
+        const bool valid = find_key(a, item, kv_head, strand, keys.row(first + row), kSize, k_row, v_row);
         if (!values && chunk == 0) allowed[first / kKeys & 1][row] = valid;
         load_chunk<T, true>(tile + chunk_offset<kPitch>(row, chunk), values ? v_row : k_row, chunk, valid, a.columns,
                             a.aligned);
@@ -220,12 +241,11 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
 
   const float scale_log2 = a.scale * kLog2E;
   const PairRules rules(a, item, strand);
-  const int last_key = a.causal ? min(strand.count, first_query + rows) : strand.count;
 
-  for (int first = 0; first < last_key; first += kKeys) {
+  for (int first = 0; first < keys.count; first += kKeys) {
     const int stage = Shape::kStages > 1 ? first / kKeys & 1 : 0;
     const std::uint32_t k_tile = k_tiles + stage * Tile::kKeyBytes, v_tile = v_tiles + stage * Tile::kKeyBytes;
-    const bool more = first + kKeys < last_key;
+    const bool more = first + kKeys < keys.count;
     copy_wait<0>();
     __syncthreads();
     if constexpr (Shape::kStages > 1) {
@@ -246,22 +266,25 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int own = first_query + thread_row + 16 * m + (i / 2) * 8, local = n * 8 + (lane % 4) * 2 + i % 2;
-            const int key = first + local;
+            const int key = keys.row(first + n * 8) + (lane % 4) * 2 + i % 2;
             float& score = tile.scores[m][n][i];
             score = fmaf(score, scale_log2, -rules.bias(own, key));
-            if (!allowed[first / kKeys & 1][local] || (a.causal && key > own)) score = -LONGSPAN_INFINITY;
+            if (!allowed[first / kKeys & 1][local] || (a.causal && key > own) || !keys.meets(first + n * 8, own))
+              score = -LONGSPAN_INFINITY;
           }
-    } else if (first + kKeys > strand.count || (a.causal && first + kKeys > first_query + warp_row + 1)) {
+    } else if (first + kKeys > keys.unmasked) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m)
+      for (int n = 0; n < kKeys / 8; ++n) {
+        const int first_key = keys.row(first + n * 8) + (lane % 4) * 2;
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
+        for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int own = first_query + thread_row + 16 * m + (i / 2) * 8,
-                      key = first + n * 8 + (lane % 4) * 2 + i % 2;
-            if (key >= strand.count || (a.causal && key > own)) tile.scores[m][n][i] = -LONGSPAN_INFINITY;
+            const int own = first_query + thread_row + 16 * m + (i / 2) * 8, key = first_key + i % 2;
+            if (key >= strand.count || (a.causal && key > own) || !keys.meets(first + n * 8, own))
+              tile.scores[m][n][i] = -LONGSPAN_INFINITY;
           }
+      }
     }
     tile.softmax(kFeatures ? 1.0f : scale_log2);
     if constexpr (kFeatures) {
@@ -273,7 +296,7 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
 #pragma unroll 1
             for (int n = 0; n < kKeys / 8; ++n) {
               const PhiloxBlock words =
-                  rules.words(first_query + thread_row + 16 * m + 8 * half, first + n * 8 + (lane % 4) * 2);
+                  rules.words(first_query + thread_row + 16 * m + 8 * half, keys.row(first + n * 8) + (lane % 4) * 2);
               const float factors[2] = {rules.factor(lane & 1 ? words[2] : words[0]),
                                         rules.factor(lane & 1 ? words[3] : words[1])};
 #pragma unroll
@@ -293,6 +316,11 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
     }
     accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
         tile.out, [&](Fragment& f, int m, int step) { weights_of<Math>(f, tile.scores[m], step); }, v_tile, 0, 0);
+  }
+
+  if (kLists && keys.count == 0) {  // Q still loads where results go
+    copy_wait<0>();
+    __syncthreads();
   }
 
   // Padding, then either put the state down for a later branch or write the row. What that takes is computed here.

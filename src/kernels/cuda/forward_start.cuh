@@ -1,4 +1,5 @@
-// Chooses the forward instantiation: head dims as with_head_dim has them, 48 and 96 for 16-bit types only.
+// Chooses the forward instantiation: head dims as with_head_dim has them, 48 and 96 for 16-bit types only. Block masks
+// have lean instantiations of their own as lean_lists says, and run with features otherwise.
 #pragma once
 
 #include "kernels/cuda/forward_mma.cuh"
@@ -9,14 +10,19 @@ namespace longspan::cuda {
 
 template <class Math>
 cudaError_t start_forward(const Launch& launch, bool features, cudaStream_t stream) {
-  const auto run = [&]<int kColumns, bool kFeatures>() {
-    using Shape = ForwardShape<Math, kColumns, kFeatures>;
+  const auto run = [&]<int kColumns, bool kFeatures, bool kLists = kFeatures>() {
+    using Shape = ForwardShape<Math, kColumns, kFeatures, kLists>;
     using Tile = ForwardTile<Shape>;
     static_assert(Tile::kRows == tile_rows(kWide<Math>, kColumns));
     static_assert(Tile::kSharedBytes <= forward_shared_bytes(kWide<Math>, kColumns));
     return start<&forward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
   };
-  return with_head_dim<!kWide<Math>, 256>(launch.columns, features, run);
+  if constexpr (!kWide<Math>) {
+    if (lean_lists(launch, features))
+      return launch.columns <= 64 ? run.template operator()<64, false, true>()
+                                  : run.template operator()<128, false, true>();
+  }
+  return with_head_dim<!kWide<Math>, 256>(launch.columns, features || launch.listed, run);
 }
 
 }  // namespace longspan::cuda

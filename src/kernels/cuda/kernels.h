@@ -47,7 +47,13 @@ cudaError_t clear_key_sums(const Launch& launch, cudaStream_t stream);
 
 /// Any storage type on CUDA cores in float32, one warp per row.
 cudaError_t forward_simt(const Launch& launch, DType dtype, cudaStream_t stream);
-cudaError_t backward_simt(const Launch& launch, DType dtype, cudaStream_t stream);
+/// dq and the deltas, then dk and dv.
+cudaError_t backward_queries_simt(const Launch& launch, DType dtype, cudaStream_t stream);
+cudaError_t backward_keys_simt(const Launch& launch, DType dtype, cudaStream_t stream);
+
+/// A strided tensor into another, as float32 (heads repeated where the target has more) or as it is.
+cudaError_t copy_as_float(const ConstTensorView& from, const TensorView& to, cudaStream_t stream);
+cudaError_t copy_elements(const ConstTensorView& from, const TensorView& to, cudaStream_t stream);
 
 /// Zeroes a strided tensor.
 cudaError_t fill_zero(const Rows& rows, int element_bytes, std::int64_t batch, std::int64_t row_count,

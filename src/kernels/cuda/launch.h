@@ -113,6 +113,7 @@ struct Launch {
   bool compact;      // a backward with little shared memory
   bool separate_dq;  // a backward whose dq is another launch's
   bool descending;   // tiles of a strand, so that long ones come first
+  bool listed;       // some branch has a block mask
   DeviceBranch branches[kMaxBranches];
   BlockLists lists[kMaxBranches];  // of branches with a block mask, for the tiles of this launch
   DeviceRange ranges[kMaxRanges];

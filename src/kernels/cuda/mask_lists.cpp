@@ -55,14 +55,6 @@ struct UploadedLists {
   BlockLists lists{};
 };
 
-/// Lists of all heads of a mask, on the host.
-struct HostLists {
-  std::vector<BlockPlace> places;
-  std::vector<std::int32_t> blocks;
-  std::vector<std::uint16_t> bits;
-  std::int64_t places_of_head = 0;
-};
-
 /// One tile's blocks [first, first + count) as entries {block, bits}, ascending.
 class Merge {
  public:
@@ -119,15 +111,42 @@ class Merge {
   int full_ = 0;
 };
 
+std::shared_ptr<const void> upload(const BlockMask& mask, const ListShape& shape, int device) {
+  const HostLists host = make_lists(mask, shape);
+  const std::size_t places = host.places.size() * sizeof(BlockPlace),
+                    blocks = host.blocks.size() * sizeof(std::int32_t),
+                    bits = shape.tile_rows > mask.block_size() ? host.bits.size() * sizeof(std::uint16_t) : 0;
+  const BesideCapture beside;
+  auto uploaded = std::make_shared<UploadedLists>(device, places + blocks + bits);
+  char* const data = uploaded->memory.data();
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "block lists");
+  cudaError_t status = cudaSuccess;
+  const auto copy = [&](std::size_t offset, const void* from, std::size_t bytes) {
+    if (status == cudaSuccess && bytes > 0)
+      status = cudaMemcpyAsync(data + offset, from, bytes, cudaMemcpyHostToDevice, stream);
+  };
+  copy(0, host.places.data(), places);
+  copy(places, host.blocks.data(), blocks);
+  copy(places + blocks, host.bits.data(), bits);
+  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(status, "copying block lists to the GPU");
+  uploaded->lists = view_of(host, mask, shape, reinterpret_cast<const BlockPlace*>(data),
+                            reinterpret_cast<const std::int32_t*>(data + places),
+                            reinterpret_cast<const std::uint16_t*>(data + places + blocks));
+  return uploaded;
+}
+
+}  // namespace
+
 HostLists make_lists(const BlockMask& mask, const ListShape& shape) {
   const std::int64_t size = mask.block_size(), blocks = mask.blocks();
   const std::int64_t group = std::max<std::int64_t>(1, shape.tile_rows / size),
                      repeats = std::max<std::int64_t>(1, size / shape.tile_rows);
   const std::int64_t groups = (blocks + group - 1) / group;
-  const std::int64_t most = shape.splits
-                                ? longest_list(mask.active_blocks() / std::max<std::int64_t>(1, mask.heads() * groups),
-                                               static_cast<int>(size))
-                                : std::numeric_limits<std::int32_t>::max();
+  const std::int64_t most = shape.splits ? longest_list(mask.active_blocks(), mask.heads() * groups, mask.block_size())
+                                         : std::numeric_limits<std::int32_t>::max();
   HostLists lists;
   std::vector<std::vector<BlockPlace>> of_heads(static_cast<std::size_t>(mask.heads()));
   Merge merge(mask, shape);
@@ -154,41 +173,23 @@ HostLists make_lists(const BlockMask& mask, const ListShape& shape) {
   return lists;
 }
 
-std::shared_ptr<const void> upload(const BlockMask& mask, const ListShape& shape, int device) {
-  const HostLists host = make_lists(mask, shape);
-  const std::size_t places = host.places.size() * sizeof(BlockPlace),
-                    blocks = host.blocks.size() * sizeof(std::int32_t),
-                    bits = shape.tile_rows > mask.block_size() ? host.bits.size() * sizeof(std::uint16_t) : 0;
-  const BesideCapture beside;
-  auto uploaded = std::make_shared<UploadedLists>(device, places + blocks + bits);
-  char* const data = uploaded->memory.data();
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "block lists");
-  cudaError_t status = cudaSuccess;
-  const auto copy = [&](std::size_t offset, const void* from, std::size_t bytes) {
-    if (status == cudaSuccess && bytes > 0)
-      status = cudaMemcpyAsync(data + offset, from, bytes, cudaMemcpyHostToDevice, stream);
-  };
-  copy(0, host.places.data(), places);
-  copy(places, host.blocks.data(), blocks);
-  copy(places + blocks, host.bits.data(), bits);
-  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  check(status, "copying block lists to the GPU");
-  BlockLists& lists = uploaded->lists;
-  lists.places = reinterpret_cast<const BlockPlace*>(data);
-  lists.blocks = reinterpret_cast<const std::int32_t*>(data + places);
-  lists.bits = bits > 0 ? reinterpret_cast<const std::uint16_t*>(data + places + blocks) : nullptr;
+BlockLists view_of(const HostLists& host, const BlockMask& mask, const ListShape& shape, const BlockPlace* places,
+                   const std::int32_t* blocks, const std::uint16_t* bits) {
+  BlockLists lists{};
+  lists.places = places;
+  lists.blocks = blocks;
+  lists.bits = shape.tile_rows > mask.block_size() ? bits : nullptr;
   lists.place_count = static_cast<int>(host.places_of_head);
   lists.head_places = mask.heads() > 1 ? lists.place_count : 0;
   lists.shift = static_cast<std::uint8_t>(std::countr_zero(static_cast<unsigned>(mask.block_size())));
   lists.tile_shift = static_cast<std::uint8_t>(std::countr_zero(static_cast<unsigned>(shape.tile_rows)));
-  return uploaded;
+  return lists;
 }
 
-}  // namespace
-
-std::int64_t longest_list(std::int64_t mean, int block_size) { return std::max(2 * mean, kShortList / block_size); }
+std::int64_t longest_list(std::int64_t entries, std::int64_t lists, int block_size) {
+  lists = std::max<std::int64_t>(1, lists);
+  return std::max(2 * ((entries + lists - 1) / lists), kShortList / block_size);
+}
 
 bool has_long_columns(const BlockMask& mask) {
   constexpr std::uint64_t kKey = ~std::uint64_t{0};
@@ -198,8 +199,8 @@ bool has_long_columns(const BlockMask& mask) {
       for (std::int64_t block = 0; block < of.blocks(); ++block)
         longest = std::max(longest, of.column(head, block).size());
     }
-    const std::int64_t mean = of.active_blocks() / std::max<std::int64_t>(1, of.heads() * of.blocks());
-    return std::make_shared<const bool>(static_cast<std::int64_t>(longest) > longest_list(mean, of.block_size()));
+    const std::int64_t most = longest_list(of.active_blocks(), of.heads() * of.blocks(), of.block_size());
+    return std::make_shared<const bool>(static_cast<std::int64_t>(longest) > most);
   });
   return *static_cast<const bool*>(found.get());
 }

@@ -2,7 +2,8 @@
 // the mask (so with the plan that holds it). Calls after that copy nothing.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cstdint>
+#include <vector>
 
 #include "kernels/cuda/block_lists.h"
 #include "longspan/block_mask.h"
@@ -17,8 +18,21 @@ struct ListShape {
   bool causal = false;
 };
 
-/// Entries from which on a list is cut in two, where a list has `mean` on average: never for lists that are soon done.
-std::int64_t longest_list(std::int64_t mean, int block_size);
+/// Entries from which on a list is cut in two, where `lists` have `entries` together: twice the average, and never
+/// where a list is soon done.
+std::int64_t longest_list(std::int64_t entries, std::int64_t lists, int block_size);
+
+/// Lists of all heads of a mask on the host, as they are uploaded.
+struct HostLists {
+  std::vector<BlockPlace> places;  // [mask head][places_of_head]
+  std::vector<std::int32_t> blocks;
+  std::vector<std::uint16_t> bits;
+  std::int64_t places_of_head = 0;
+};
+HostLists make_lists(const BlockMask& mask, const ListShape& shape);
+/// Lists whose arrays are elsewhere.
+BlockLists view_of(const HostLists& lists, const BlockMask& mask, const ListShape& shape, const BlockPlace* places,
+                   const std::int32_t* blocks, const std::uint16_t* bits);
 
 /// Whether some key block is seen by so many block rows that its list is worth splitting.
 bool has_long_columns(const BlockMask& mask);

@@ -33,5 +33,12 @@ const std::string& why_none() {
   return reason;
 }
 void fill_zero(const TensorView&, void*) { throw Unsupported(why_none()); }
+void to_float(const ConstTensorView&, const TensorView&, void*) { throw Unsupported(why_none()); }
+void fill_one(const TensorView&, void*) { throw Unsupported(why_none()); }
+ConstTensorView download(const ConstTensorView&, std::vector<std::byte>&, void*) { throw Unsupported(why_none()); }
+BlockMask chosen_blocks(const Plan&, std::size_t, const ConstTensorView&, const ConstTensorView&, const Call&,
+                        std::span<const RowRange>) {
+  throw Unsupported(why_none());
+}
 
 }  // namespace longspan::cuda

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/cuda/adaptive.h"
+#include "kernels/cuda/cuda.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/mask_lists.h"
 
@@ -192,20 +194,56 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
 
 namespace {
 
-/// Lists of fixed block masks, for the tiles of this launch (or for block rows, where rows are all that a kernel
-/// knows).
-void add_lists(Launch& launch, const Plan& plan, Tiling tiling, cudaStream_t stream) {
+/// For what is found once for all queries of a call.
+Launch with_all_ranges(const Launch& launch, const Plan& plan, std::span<const RowRange> ranges) {
+  Launch all = launch;
+  all.range_count = 0;
+  std::int64_t first_row = 0;
+  for (const RowRange& range : ranges) {
+    if (range.count == 0) continue;
+    if (all.range_count == kMaxRanges)
+      throw Unsupported(
+          fmt::format("{} query ranges with an adaptive mask on {}: up to {} run there; join adjacent ones",
+                      ranges.size(), to_string(plan.problem().device), kMaxRanges));
+    all.ranges[all.range_count++] = {clamp(range.start), clamp(range.count), first_row};
+    first_row += range.count;
+  }
+  return all;
+}
+
+/// Lists of block masks for the tiles of a launch (or for block rows, where rows are all that a kernel knows). Fixed
+/// masks have theirs already, adaptive ones are chosen here.
+template <class Arguments>
+void add_lists(Launch& launch, const Arguments& a, const Workspace& space, Tiling tiling) {
+  const Plan& plan = a.plan;
   const auto& branches = plan.branches();
-  if (std::none_of(branches.begin(), branches.end(), [](const BranchPlan& branch) { return branch.mask.has_value(); }))
-    return;
+  launch.listed =
+      std::any_of(branches.begin(), branches.end(), [](const BranchPlan& branch) { return branch.mask.has_value(); });
+  if (!launch.listed) return;
+  const auto stream = static_cast<cudaStream_t>(a.call.stream);
+  const int device = plan.problem().device.index;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "asking whether the stream is being captured");
+  std::byte* adaptive = a.workspace + space.adaptive;
   for (std::size_t b = 0; b < branches.size(); ++b) {
     const BranchPlan& branch = branches[b];
     if (!branch.mask) continue;
     const int rows = tiling.rows > 0 ? tiling.rows : branch.mask->block_size();
-    launch.lists[b] = lists_of(*branch.mask, {rows, tiling.by_keys, tiling.splits, launch.causal},
-                               plan.problem().device.index, capture != cudaStreamCaptureStatusNone);
+    const ListShape shape{rows, tiling.by_keys, tiling.splits, launch.causal};
+    if (branch.adaptive_density > 0) {
+      const AdaptiveShape chosen = adaptive_shape(plan, branch);
+      const Launch all = with_all_ranges(launch, plan, a.ranges);
+      const int index = static_cast<int>(b);
+      if (!tiling.masks_chosen)
+        check(choose_adaptive(all, chosen, index, plan.problem().dtype,
+                              devices()[static_cast<std::size_t>(device)].shared_bytes, adaptive, stream),
+              "starting the kernels that choose blocks");
+      check(adaptive_lists(all, chosen, index, shape, adaptive, stream, launch.lists[b]),
+            "starting the kernel that makes block lists");
+      adaptive += AdaptivePlaces(chosen).total;
+      continue;
+    }
+    launch.lists[b] = lists_of(*branch.mask, shape, device, capture != cudaStreamCaptureStatusNone);
     if (branch.mask_entry_heads > 0)
       launch.lists[b].entry_places = clamp(branch.mask_entry_heads) * launch.lists[b].head_places;
   }
@@ -274,6 +312,11 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix) {
   const std::size_t keys =
       batch * static_cast<std::size_t>(problem.kv_heads) * static_cast<std::size_t>(problem.tokens);
   if (problem.has_lengths) take(space.lengths, batch * sizeof(std::int64_t));
+  for (const BranchPlan& branch : plan.branches()) {  // one after the other
+    std::size_t offset = 0;
+    if (branch.adaptive_density > 0) take(offset, AdaptivePlaces(adaptive_shape(plan, branch)).total);
+    if (space.adaptive == 0) space.adaptive = offset;
+  }
   if (pass == Pass::forward) {
     if (!matrix || !plan.merges_branches()) return space;
     space.counters_bytes = (1 + kMaxWork * batch * heads) * sizeof(unsigned);  // a range, or a branch in a range, each
@@ -321,7 +364,7 @@ void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, cons
     launch.state_sums = reinterpret_cast<float*>(a.workspace + space.state_sums);
     launch.state = reinterpret_cast<float*>(a.workspace + space.state);
   }
-  add_lists(launch, a.plan, tiling, static_cast<cudaStream_t>(a.call.stream));
+  add_lists(launch, a, space, tiling);
   split_ranges(launch, a.plan, a.ranges, tiling, [&](Launch& part) {
     if (part.merges) {
       part.ticket = reinterpret_cast<unsigned*>(a.workspace + space.counters);
@@ -354,7 +397,7 @@ void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, con
       launch.dv_sum = reinterpret_cast<float*>(a.workspace + space.dv);
     }
   }
-  add_lists(launch, a.plan, tiling, static_cast<cudaStream_t>(a.call.stream));
+  add_lists(launch, a, space, tiling);
   split_ranges(launch, a.plan, a.ranges, tiling, run);
 }
 

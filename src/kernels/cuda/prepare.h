@@ -12,14 +12,15 @@ namespace longspan::cuda {
 struct Tiling {
   int rows = 0;  // of one item: query rows forward, keys backward; 0 for kernels without items
   bool by_keys = false;
-  bool fills = true;    // items for rows that no branch covers; never with by_keys
-  bool parts = false;   // under a causal mask, long tiles of every branch before short ones of any
-  bool splits = false;  // by_keys: long lists of a block mask as several items, which add up
+  bool fills = true;          // items for rows that no branch covers; never with by_keys
+  bool parts = false;         // under a causal mask, long tiles of every branch before short ones of any
+  bool splits = false;        // by_keys: long lists of a block mask as several items, which add up
+  bool masks_chosen = false;  // adaptive masks are those of an earlier launch of the call
 };
 
 struct Workspace {
-  std::size_t lengths = 0, counters = 0, counters_bytes = 0, state_sums = 0, state = 0, delta = 0, dq = 0, dk = 0,
-              dv = 0, total = 0;
+  std::size_t lengths = 0, adaptive = 0, counters = 0, counters_bytes = 0, state_sums = 0, state = 0, delta = 0, dq = 0,
+              dk = 0, dv = 0, total = 0;
 };
 
 /// Offsets of everything a call may need. `matrix`: the matrix-unit kernels, which add up across items.

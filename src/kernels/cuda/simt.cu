@@ -26,12 +26,15 @@ cudaError_t forward_simt(const Launch& a, DType dtype, cudaStream_t stream) {
   });
 }
 
-cudaError_t backward_simt(const Launch& a, DType dtype, cudaStream_t stream) {
+cudaError_t backward_queries_simt(const Launch& a, DType dtype, cudaStream_t stream) {
   const std::int64_t rows = rows_of(a);
   return with_storage(dtype, [&]<class T>() {
-    const cudaError_t error =
-        start<&simt_backward_queries<T>>(blocks_for(rows * a.heads * a.batch), kThreads, 0, stream, a, rows);
-    if (error != cudaSuccess) return error;
+    return start<&simt_backward_queries<T>>(blocks_for(rows * a.heads * a.batch), kThreads, 0, stream, a, rows);
+  });
+}
+
+cudaError_t backward_keys_simt(const Launch& a, DType dtype, cudaStream_t stream) {
+  return with_storage(dtype, [&]<class T>() {
     return start<&simt_backward_keys<T>>(blocks_for(static_cast<std::int64_t>(a.tokens) * a.kv_heads * a.batch),
                                          kThreads, 0, stream, a);
   });

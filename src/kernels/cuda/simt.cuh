@@ -79,13 +79,22 @@ __device__ __forceinline__ const T* pointer_of_lane(const T* pointer, int source
 /// A position's strand in one branch.
 struct SimtRow {
   StrandRows strand;
-  int own, end, padding;  // its row; keys are rows [0, end)
+  int branch, own, end, padding;  // its row; keys are rows [0, end), those of active blocks if the branch has a mask
 };
+
+/// What the branch's mask leaves of rows [begin, end) for a row: keys of a query, or queries of a key, as the lists
+/// are.
+__device__ __forceinline__ BlockWalk walk_of(const Launch& a, const SimtRow& row, int entry, int head, int begin,
+                                             int end) {
+  const BlockLists& lists = a.lists[row.branch];
+  return lists.walk(lists.place(entry, head, row.own >> lists.shift), begin, end);
+}
 
 __device__ __forceinline__ bool find_row(const Launch& a, int b, int head, int position, int length, SimtRow& found) {
   const DeviceBranch& branch = a.branches[b];
   if (!branch.owns(head) || position >= length || !branch.active(length) || !branch.covers(head, position))
     return false;
+  found.branch = b;
   found.strand = branch.strand(head, position / branch.segment, length);
   found.own = (position - found.strand.start) / found.strand.stride;
   found.end = a.causal ? found.own + 1 : found.strand.count;
@@ -124,11 +133,17 @@ struct SimtCall {
 
 /// Calls body(key_index, attended, k_row, v_row) with a key per lane, for the keys of a row in one branch.
 template <class T, class Body>
-__device__ __forceinline__ void for_each_keys(const SimtCall& call, int entry, int kv_head, const SimtRow& row,
-                                              int lane, Body&& body) {
-  for (int first = 0; first < row.end; first += kLanes) {
-    const int key = first + lane, position = row.strand.start + key * row.strand.stride;
-    bool attended = key < row.end && call.a.allowed(entry, position);
+__device__ __forceinline__ void for_each_keys(const SimtCall& call, int entry, int head, const SimtRow& row, int lane,
+                                              Body&& body) {
+  const int kv_head = head / (call.a.heads / call.a.kv_heads);
+  const bool listed = call.a.lists[row.branch].places;
+  BlockWalk walk;
+  if (listed) walk = walk_of(call.a, row, entry, head, 0, row.end);
+  const int count = listed ? walk.rows() : row.end;
+  for (int first = 0; first < count; first += kLanes) {
+    const int x = first + lane, key = x < count && listed ? walk.row(x) : x;
+    const int position = row.strand.start + key * row.strand.stride;
+    bool attended = x < count && key < row.end && call.a.allowed(entry, position);
     const char *k_row = nullptr, *v_row = nullptr;
     if (attended) call.a.key_row(entry, kv_head, position, sizeof(T), k_row, v_row);
     attended = attended && k_row;
@@ -149,7 +164,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
   std::int64_t row = 0;
   call.query(flat % rows, position, row);
   const int head = static_cast<int>(flat / rows % a.heads), entry = static_cast<int>(flat / rows / a.heads);
-  const int length = a.length(entry), kv_head = head / (a.heads / a.kv_heads);
+  const int length = a.length(entry);
   float* const q = own_rows[warp];
   load_shared(q, row_of<T>(a.q, entry, row, head), a.columns, lane);
   __syncwarp();
@@ -169,7 +184,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
   for (int b = 0; b < a.branch_count; ++b) {
     if (!find_row(a, b, head, position, length, found)) continue;
     for_each_keys<T>(
-        call, entry, kv_head, found, lane,
+        call, entry, head, found, lane,
         [&](int key, int key_position, bool attended, unsigned any, const T* k_row, const T* v_row) {
           float score = -LONGSPAN_INFINITY;
           if (attended)
@@ -206,7 +221,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
   std::int64_t row = 0;
   call.query(flat % rows, position, row);
   const int head = static_cast<int>(flat / rows % a.heads), entry = static_cast<int>(flat / rows / a.heads);
-  const int length = a.length(entry), kv_head = head / (a.heads / a.kv_heads);
+  const int length = a.length(entry);
   float *const q = own_rows[warp][0], *const dout = own_rows[warp][1];
   load_shared(q, row_of<T>(a.q, entry, row, head), a.columns, lane);
   load_shared(dout, row_of<T>(a.dout, entry, row, head), a.columns, lane);
@@ -229,7 +244,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
       // The branch's own softmax, streamed: sum of weights and of weight * (dO . v).
       float largest = -LONGSPAN_INFINITY, sum = 0.0f, product = 0.0f;
       for_each_keys<T>(
-          call, entry, kv_head, found, lane,
+          call, entry, head, found, lane,
           [&](int key, int key_position, bool attended, unsigned, const T* k_row, const T* v_row) {
             float score = -LONGSPAN_INFINITY, weighted = 0.0f;
             if (attended) {
@@ -252,7 +267,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
       if (lane == 0) deltas[b] = delta;
     }
     for_each_keys<T>(
-        call, entry, kv_head, found, lane,
+        call, entry, head, found, lane,
         [&](int key, int key_position, bool attended, unsigned any, const T* k_row, const T* v_row) {
           float dscore = 0.0f;
           if (attended) {
@@ -295,13 +310,17 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
         if (!find_row(a, b, head, key, length, found)) continue;
         for (int r = 0; r < a.range_count; ++r) {
           const StrandQueries queries = queries_of(found.strand, a.ranges[r]);
-          const int skip = a.causal ? max(0, found.own - queries.begin) : 0;
-          for (int first = skip; first < queries.count; first += kLanes) {
-            const int local = first + lane;
+          const bool listed = a.lists[b].places;
+          BlockWalk walk;
+          if (listed) walk = walk_of(a, found, entry, head, queries.begin, queries.begin + queries.count);
+          const int skip = a.causal ? max(0, found.own - queries.begin) : 0;  // queries before it do not see a key
+          const int count = listed ? walk.rows() : queries.count;
+          for (int first = listed ? 0 : skip; first < count; first += kLanes) {
+            const int x = first + lane, local = x < count && listed ? walk.row(x) - queries.begin : x;
             const std::int64_t row = queries.q_row + static_cast<std::int64_t>(local) * found.strand.stride;
             const T *q_row = nullptr, *do_row = nullptr;
             float dscore = 0.0f, weight = 0.0f;
-            if (local < queries.count) {
+            if (x < count && local >= skip && local < queries.count) {
               const float lse = a.lse[a.lse_offset(entry, row, head)];
               if (lse != -LONGSPAN_INFINITY) {
                 q_row = row_of<T>(a.q, entry, row, head);

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "kernels/cuda/launch.h"
 #include "longspan/tensor_view.h"
 
 namespace longspan::cuda {
@@ -38,6 +39,11 @@ cudaError_t with_head_dim(int columns, bool features, const Run& run) {
     if (columns > 128) return run.template operator()<kWidest, true>();
   }
   return run.template operator()<128, true>();
+}
+
+/// Whether block masks run without features, which 16-bit types have for head dims up to 128.
+inline bool lean_lists(const Launch& launch, bool features) {
+  return launch.listed && !features && launch.columns <= 128;
 }
 
 template <auto kKernel, class... Arguments>

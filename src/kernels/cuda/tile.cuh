@@ -115,6 +115,41 @@ __device__ __forceinline__ bool find_key(const Launch& a, const Item& item, int 
   return false;
 }
 
+/// The rows of a strand that a tile is multiplied with, in order: [begin, begin + count), or those of a list of blocks.
+/// kLists false: always a range, and nothing of this is left when compiled.
+template <bool kLists>
+struct RowSequence {
+  int begin, count;  // of a list: 0 and the rows that its blocks have, existing or not
+  int unmasked;      // from the start, rows that need no mask
+  int none;          // a row that does not exist
+  bool listed;
+  BlockWalk walk;
+
+  __device__ __forceinline__ static RowSequence range(int begin, int count, int unmasked) {
+    RowSequence all;
+    all.begin = begin, all.count = count, all.unmasked = unmasked, all.listed = false;
+    return all;
+  }
+  __device__ __forceinline__ static RowSequence blocks(const BlockWalk& walk, int none) {
+    RowSequence all;
+    all.begin = 0, all.count = walk.rows(), all.unmasked = walk.unmasked, all.none = none, all.listed = true;
+    all.walk = walk;
+    return all;
+  }
+  /// Element x as a row of the strand. Eight neighbours from a multiple of eight on are neighbours there too.
+  __device__ __forceinline__ int row(int x) const {
+    if constexpr (kLists) {
+      if (listed) return x < count ? walk.row(x) : none;
+    }
+    return begin + x;
+  }
+  /// Whether rows of the tile meet element x, as far as a list says.
+  __device__ __forceinline__ bool meets(int x, int own_row) const {
+    if constexpr (kLists) return !listed || (x < count && walk.meets(x >> walk.shift, own_row));
+    return true;
+  }
+};
+
 /// What ALiBi and dropout do to a pair of rows of one strand.
 struct PairRules {
   const Launch& a;

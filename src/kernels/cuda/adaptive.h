@@ -1,0 +1,39 @@
+// adaptive(density) on the GPU: means of blocks, their products, the best columns of each block row as bits, and lists
+// made of those bits. All on the call's stream, without a copy to the host.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/mask_lists.h"
+#include "longspan/plan.h"
+
+namespace longspan::cuda {
+
+/// Sizes of one adaptive branch. Masks are per batch entry and head.
+struct AdaptiveShape {
+  double density;
+  int block_size, blocks, kept;  // kept: of the longest row
+  int mask_heads, kv_heads, columns;
+  int words() const { return (blocks + 31) / 32; }  // of a row of bits
+  std::int64_t entries() const { return static_cast<std::int64_t>(mask_heads) * blocks * kept; }
+};
+AdaptiveShape adaptive_shape(const Plan& plan, const BranchPlan& branch);
+
+/// Where everything of one adaptive branch lies in the workspace.
+struct AdaptivePlaces {
+  std::size_t query_means, key_means, bits, cursors, places, blocks, block_bits, total;
+  explicit AdaptivePlaces(const AdaptiveShape& shape);
+};
+
+/// Most blocks that a row can be chosen from in the shared memory of a GPU.
+int most_adaptive_blocks(int shared_bytes, int columns);
+
+/// Chooses the blocks of a branch into the bits of its workspace. `all` holds every query range of the call.
+cudaError_t choose_adaptive(const Launch& all, const AdaptiveShape& shape, int branch, DType dtype, int shared_bytes,
+                            std::byte* workspace, cudaStream_t stream);
+/// The lists of those bits for a launch.
+cudaError_t adaptive_lists(const Launch& all, const AdaptiveShape& shape, int branch, const ListShape& of,
+                           std::byte* workspace, cudaStream_t stream, BlockLists& lists);
+
+}  // namespace longspan::cuda

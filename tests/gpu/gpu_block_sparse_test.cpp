@@ -1,0 +1,171 @@
+// Block-sparse attention on every GPU kernel, and what only a GPU has: split lists, graphs, lists that stay there.
+#include "gpu/device_case.h"
+#include "kernels/cuda/mask_lists.h"
+#include "longspan/memory.h"
+#include "support/block_sparse_suite.h"
+
+namespace longspan::testing {
+namespace {
+
+struct GpuEngine {
+  static constexpr std::int64_t kTokens = 400, kHeadDims[2] = {64, 128};
+  static std::string missing() { return cuda::devices().empty() ? "no GPU: " + cuda::why_none() : std::string(); }
+  static void expect_matches(const Case& c) { expect_gpu_matches(c); }
+  static Results run(const Case& c, bool gradients = true) {
+    DeviceCase device(c);
+    const Attention attention(c.pattern, c.options);
+    Call call = device.call();
+    call.lengths = c.call().lengths;  // on the host, where random blocks are drawn
+    device.forward(attention, call);
+    if (gradients) device.backward(attention, call);
+    return device.download();
+  }
+  static BlockMask adaptive(const Case& c) {
+    const DeviceCase device(c);
+    return adaptive_mask(Attention(c.pattern, c.options), device.q.view(), device.k.view(), device.call());
+  }
+  static AttentionBlocks blocks(const Case& c, int size) {
+    const DeviceCase device(c);
+    return attention_blocks(Attention(c.pattern, c.options), device.q.view(), device.k.view(), device.call(), size);
+  }
+  static Tensor received(const Case& c) {
+    const DeviceCase device(c);
+    Tensor host = Tensor::lse(DType::f32, c.shape.batch, c.shape.tokens, c.shape.heads);
+    const DeviceTensor received(std::as_const(host).view());
+    received.poison();
+    attention_received(Attention(c.pattern, c.options), device.q.view(), device.k.view(), received.output(),
+                       device.call());
+    cudaDeviceSynchronize();
+    received.download(host);
+    return host;
+  }
+};
+INSTANTIATE_TYPED_TEST_SUITE_P(Gpu, BlockSparse, GpuEngine);
+
+/// Head dims and types of every instantiation, aligned and not, over blocks smaller and larger than tiles.
+TEST(GpuBlockSparse, EveryInstantiation) {
+  LONGSPAN_NEEDS_GPU();
+  std::mt19937 engine(5);
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    for (const std::int64_t head_dim : {40, 64, 96, 128, 256}) {
+      for (const int b : {16, 32, 64, 128}) {
+        Options options = causal_if(engine() % 2);
+        options.deterministic = engine() % 4 == 0;
+        options.allow_tf32 = engine() % 3 == 0;
+        const std::int64_t tokens = 5 * 64 + 21, blocks = (tokens + b - 1) / b, heads = 2;
+        const Pattern pattern = Pattern::block_sparse(random_mask(engine, b, heads, blocks, 2));
+        expect_gpu_matches(Case(pattern, options, {1, tokens, heads, heads, head_dim}, dtype,
+                                engine() % 3 ? Layout::bnhd : Layout::padded));
+      }
+    }
+  }
+}
+
+/// A key block that all queries see, among blocks that few see: its list is several items.
+TEST(GpuBlockSparse, LongColumnsAreSplit) {
+  LONGSPAN_NEEDS_GPU();
+  for (const bool causal : {false, true}) {
+    for (const int b : {64, 128}) {
+      const Case c(Pattern::block_sparse(BlockPattern::global_local(b, b, b)), causal_if(causal), {1, 5000, 1, 1, 64},
+                   DType::bf16);
+      expect_gpu_matches(c);
+      Case same = c;
+      same.options.deterministic = true;
+      const Results once = GpuEngine::run(same), again = GpuEngine::run(same);
+      EXPECT_TRUE(same_bits(once.dk, again.dk) && same_bits(once.dq, again.dq) && same_bits(once.dv, again.dv));
+    }
+  }
+  Case hot(Pattern::block_sparse(BlockPattern::adaptive(0.05, 64)), {}, {1, 5000, 1, 1, 64}, DType::bf16);
+  hot.q.for_each([&](auto e, auto row, auto head, auto column) {
+    hot.q.set(e, row, head, column, hot.q.at(e, row, head, column) + 1.0);
+  });
+  for (std::int64_t row = 640; row < 704; ++row) {  // every query looks at this block
+    for (std::int64_t column = 0; column < 64; ++column) hot.k.set(0, row, 0, column, 0.05);
+  }
+  const Results got = GpuEngine::run(hot);
+  hot.pattern = Pattern::block_sparse(GpuEngine::adaptive(hot));
+  const reference::Expectation want = hot.expected();
+  for (const auto& [tensor, expected] :
+       {std::pair{&got.out, &want.out}, {&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
+    const auto comparison = reference::compare(tensor->view(), *expected);
+    EXPECT_TRUE(comparison.ok()) << comparison.worst;
+  }
+}
+
+/// Captured before anything else has run it, replayed after inputs changed and the pattern was forgotten.
+TEST(GpuBlockSparse, GraphsReplay) {
+  LONGSPAN_NEEDS_GPU();
+  for (const BlockPattern& blocks : {BlockPattern::bigbird(64, 96, 0.1, 3, 32), BlockPattern::adaptive(0.2, 32)}) {
+    const Case c(Pattern::block_sparse(blocks), {}, {1, 700, 2, 2, 64}, DType::bf16);
+    DeviceCase device(c);
+    cudaStream_t stream = nullptr;
+    cudaStreamCreate(&stream);
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t replay = nullptr;
+    DeviceBuffer space;
+    {
+      const Attention attention(c.pattern, c.options);
+      Call call = device.call();
+      call.stream = stream;
+      const auto plan = attention.plan(device.problem());
+      call.workspace_size = std::max(plan->workspace_bytes(Pass::forward), plan->workspace_bytes(Pass::backward));
+      space = DeviceBuffer(call.workspace_size);
+      call.workspace = space.data();
+      expect_success(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+      device.forward(attention, call);
+      device.backward(attention, call);
+      expect_success(cudaStreamEndCapture(stream, &graph));
+    }
+    plan_cache::clear();
+    expect_success(cudaGraphInstantiate(&replay, graph, 0));
+    for (int turn = 0; turn < 2; ++turn) {
+      for (const DeviceTensor* output : {&device.out, &device.lse, &device.dq, &device.dk, &device.dv})
+        output->poison();
+      expect_success(cudaGraphLaunch(replay, stream));
+      Case fixed = c;
+      if (blocks.adaptive_density() > 0) fixed.pattern = Pattern::block_sparse(GpuEngine::adaptive(c));
+      const reference::Expectation want = fixed.expected();
+      const Results& got = device.download();
+      for (const auto& [tensor, expected] :
+           {std::pair{&got.out, &want.out}, {&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
+        const auto comparison = reference::compare(tensor->view(), *expected);
+        EXPECT_TRUE(comparison.ok()) << blocks.to_string() << comparison.worst;
+      }
+    }
+    cudaGraphExecDestroy(replay);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+  }
+}
+
+/// After the first calls nothing is made, copied or taken from the driver.
+TEST(GpuBlockSparse, SteadyStateMakesNothing) {
+  LONGSPAN_NEEDS_GPU();
+  for (const BlockPattern& blocks : {BlockPattern::bigbird(64, 96, 0.1, 3, 32), BlockPattern::adaptive(0.2, 32)}) {
+    const Case c(Pattern::block_sparse(blocks), {}, {1, 700, 2, 2, 64}, DType::bf16);
+    const DeviceCase device(c);
+    const Attention attention(c.pattern, c.options);
+    std::uint64_t allocations = 0;
+    for (int step = 0; step < 20; ++step) {
+      device.forward(attention, device.call());
+      device.backward(attention, device.call());
+      cudaDeviceSynchronize();
+      if (step == 2) allocations = device_memory::statistics(0).allocations;
+    }
+    EXPECT_EQ(device_memory::statistics(0).allocations, allocations);
+    const BlockMask mask = *attention.plan(device.problem())->branches()[0].mask, copy = mask;
+    const cuda::ListShape shape{64};
+    EXPECT_EQ(cuda::lists_of(mask, shape, 0, false).places, cuda::lists_of(copy, shape, 0, false).places);
+  }
+}
+
+TEST(GpuBlockSparse, RefusesRandomBlocksWithLengthsOnTheDevice) {
+  LONGSPAN_NEEDS_GPU();
+  Case c(Pattern::block_sparse(BlockPattern::random(0.3, 1, 16)), {}, {2, 100, 2, 2, 16});
+  c.lengths = {100, 60};
+  const DeviceCase device(c);
+  EXPECT_THROW(device.forward(Attention(c.pattern), device.call()), Unsupported);
+}
+
+}  // namespace
+}  // namespace longspan::testing

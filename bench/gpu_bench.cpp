@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -33,6 +34,23 @@ struct Workload {
   bool always = true;    // false: only when asked for by name
 };
 
+/// Block masks: each block row sees five blocks around it, the first one, and four at a distance.
+Pattern far_blocks(std::int64_t tokens, int block_size) {
+  const std::int64_t blocks = tokens / block_size;
+  std::vector<std::vector<std::int32_t>> rows(static_cast<std::size_t>(blocks));
+  for (std::int64_t row = 0; row < blocks; ++row) {
+    std::set<std::int64_t> seen = {0};
+    for (std::int64_t step = -2; step <= 2; ++step) seen.insert(row + step);
+    for (const std::int64_t step : {blocks / 16, blocks / 8, blocks / 4, blocks / 2})
+      seen.insert((row + step) % blocks);
+    for (const std::int64_t column : seen) {
+      if (column >= 0 && column < blocks)
+        rows[static_cast<std::size_t>(row)].push_back(static_cast<std::int32_t>(column));
+    }
+  }
+  return Pattern::block_sparse(BlockMask::from_rows(block_size, 1, blocks, rows));
+}
+
 std::vector<Workload> workloads() {
   const auto seeds = [] { return Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}); };
   const Pattern million = Pattern::dilated({2048, 8192, 32768, 131072, 1048576}, {1, 4, 16, 64, 512});
@@ -52,7 +70,7 @@ std::vector<Workload> workloads() {
     add("wide131k", 131072, 16, 128, Pattern::dilated({8192, 16384, 32768, 65536}, {1, 2, 4, 8}));
     if (!causal) add("slide10k", 10001, 16, 48, slide, DType::f16);
     // Only by name: what a call costs; strands of one length; 512 strands of 2,048 rows at several dilations; other
-    // head dims; a larger slide, and branches that merge at head dim 64.
+    // head dims; a larger slide, and branches that merge at head dim 64; block masks.
     const std::size_t named = list.size();
     add("call", 64, 1, 64, Pattern::dense());
     for (const std::int64_t rows : {64, 128, 256, 512, 1024})
@@ -64,6 +82,11 @@ std::vector<Workload> workloads() {
     add("dense16k_d256", 16384, 8, 256, Pattern::dense());
     if (!causal) add("slide65k", 65536, 16, 48, slide, DType::f16);
     if (!causal) add("merged65k_d64", 65536, 12, 64, Pattern::longnet({2048, 8192, 32768}, {1, 2, 4}));
+    for (const std::int64_t dim : {64, 128})
+      for (const int block : {128, 64})
+        add(fmt::format("blocks{}_d{}", block, dim), 131072, 8, dim, far_blocks(131072, block));
+    add("bigbird_d64", 131072, 8, 64, Pattern::block_sparse(BlockPattern::bigbird(-1, -1, 0.01, 0, 128)));
+    add("random_d64", 131072, 8, 64, Pattern::block_sparse(BlockPattern::random(0.01, 0, 128)));
     for (std::size_t i = named; i < list.size(); ++i) list[i].always = false;
   }
   const auto add_special = [&](std::string name, std::int64_t tokens, std::int64_t heads, DType dtype, auto&& set) {

@@ -149,9 +149,10 @@ def main() -> int:
         for part in modules.values():
             for row in part["results"]:
                 print(row["what"], row.get("causal", ""), row.get("times_faster_than_torch", row.get("microseconds")))
-    for line in lines_of(logs / "peers.log") + lines_of(logs / "peers_portable.log"):
-        if not line.startswith(("  ", "W")):
-            print(line[:200])
+    for name in ("peers", "peers_portable", "peers_blocks"):
+        for line in lines_of(logs / f"{name}.log"):
+            if not line.startswith(("  ", "W")):
+                print(line[:260])
     return 0
 
 

@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 """Longspan and its best PyTorch peer on one GPU, taking turns in one run.
 
-Ours: the torch operator (longspan.torch.attention), with whatever kernels this build has; their names are recorded.
+Ours, twice: "longspan" is what users call, longspan.torch.attention, with whatever kernels this build has (their names
+are recorded); "engine" is the compiled operator alone, with outputs and workspace at hand.
 Peers: what a PyTorch user composes from slices and scaled_dot_product_attention (cuDNN or flash, with copies or on
-strided views) or, for patterns that mix branches, from flash and its softmax sums; the fastest of them is timed beside
-ours, and where that one is compiled, so is the fastest of the eager ones. The error of ours and of the fastest is taken
-against float64 on the same inputs.
+strided views) or, for patterns that mix branches, from flash and its softmax sums, eager and compiled; the fastest of
+them is timed beside ours, and where branches mix, eager and compiled both. The error of ours and of the fastest is
+taken against float64 on the same inputs. With --block-sparse: block masks against compiled FlexAttention.
 
     python bench/gpu_vs_torch.py --json bench/results/h200_vs_torch.json
     python bench/gpu_vs_torch.py --quick 'dilated*' memory linear
+    python bench/gpu_vs_torch.py --block-sparse --json bench/results/h200_block_sparse.json
 
 burst: median of 7 calls after a pause of 0.25 s, better of two; sustained: back to back calls, median of three turns
-(a card in a long run sits at its power cap). Times include everything a call does, outputs allocated by torch.
+(a card in a long run sits at its power cap). Times include everything a call does: outputs of "longspan" and of peers
+are allocated by torch.
 """
 
 from __future__ import annotations
@@ -30,13 +33,16 @@ import longspan
 import longspan.torch as lt  # before torch itself: says what is missing
 from longspan.bench.composition import longnet_composition
 from longspan.bench.timing import gpu_facts, gpu_seconds, without_folders
+from longspan.torch.operator import raw_tensor
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+STEPS = ("forward", "forward_backward")
 COMPILED = "compiled "  # how names of peers begin that torch.compile makes
+OURS = {"": "longspan", "engine_": "engine"}  # by how the keys of their ratios begin
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -165,6 +171,44 @@ def take_turns(bodies: dict[str, Callable[[], object]], quick: bool) -> dict[str
     return result
 
 
+def add_rates(times: dict, flops: float) -> None:
+    for taken in list(times.values()):
+        for kind in ("burst", "sustained"):
+            taken[f"{kind}_tflops"] = flops / taken[f"{kind}_ms"] * 1e-9
+
+
+def add_ratios(times: dict, rivals: dict[str, str]) -> None:
+    """How many times faster both of ours are than rivals, whose names come by how the keys of their ratios end."""
+    for kind in ("burst", "sustained"):
+        for ending, rival in rivals.items():
+            for label, name in OURS.items():
+                ratio = times[rival][f"{kind}_ms"] / times[name][f"{kind}_ms"]
+                times[f"{kind}_{label}times_faster{ending}"] = ratio
+
+
+def engine_steps(
+    plan: longspan.Plan, operator: longspan.Attention, inputs: list[Tensor]
+) -> dict[str, Callable[[], object]]:
+    """The compiled operator on raw tensors: no autograd, nothing allocated."""
+    query, key, value, grad = inputs
+    batch, tokens, heads, _ = query.shape
+    out, *grads = (torch.empty_like(query) for _ in range(4))
+    lse = torch.empty(batch, heads, tokens, device="cuda")
+    size = max(plan.workspace_bytes(step) for step in ("forward", "backward"))
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    tensors = [raw_tensor("tensor", x) for x in (query, key, value, out)]
+    more = [raw_tensor("tensor", x) for x in (lse, grad, *grads)]
+    place = {"stream": torch.cuda.current_stream().cuda_stream, "allocate": lambda count: workspace.data_ptr()}
+    held = (inputs, out, grads, lse)  # raw tensors own nothing
+
+    def both() -> tuple:
+        operator.forward(*tensors, more[0], **place)
+        operator.backward(*tensors, more[0], more[1], None, *more[2:], **place)
+        return held
+
+    return {"forward": lambda: operator.forward(*tensors, **place), "forward_backward": both}
+
+
 def steps(attend: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
     query, key, value, grad = inputs
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
@@ -252,7 +296,7 @@ def measure_row(row: Row, quick: bool, kernel: str) -> dict[str, object]:
         return lt.attention(query, key, value, pattern, causal=row.causal, kernel=kernel)
 
     able, candidates = time_peers(row, inputs, quick)
-    best = {step: min(able, key=lambda name: candidates[name][step]) for step in ("forward", "forward_backward")}
+    best = {step: min(able, key=lambda name: candidates[name][step]) for step in STEPS}
     result: dict[str, object] = {
         **{name: value for name, value in dataclasses.asdict(row).items() if name != "dtype"},
         "dtype": str(row.dtype).removeprefix("torch."),
@@ -261,28 +305,111 @@ def measure_row(row: Row, quick: bool, kernel: str) -> dict[str, object]:
         "peer_candidates_ms": candidates,
     }
     totals = row.plan().totals
+    operator = longspan.Attention(
+        longspan.Pattern.parse(pattern), longspan.Options(causal=row.causal, kernel=kernel)
+    )
+    engine = engine_steps(row.plan(kernel), operator, inputs)
     for step, peer_name in best.items():
         attends = {"longspan": ours, "peer": able[peer_name]}
-        if peer_name.startswith(COMPILED):
-            eager = [name for name in able if not name.startswith(COMPILED)]
-            attends["eager_peer"] = able[min(eager, key=lambda name: candidates[name][step])]
-        times = take_turns({name: steps(attend, inputs)[step] for name, attend in attends.items()}, quick)
-        flops = totals["forward_flops"] + (totals["backward_flops"] if step == "forward_backward" else 0)
-        for kind in ("burst", "sustained"):
-            for name in attends:
-                times[name][f"{kind}_tflops"] = flops / times[name][f"{kind}_ms"] * 1e-9
-            times[f"{kind}_times_faster"] = times["peer"][f"{kind}_ms"] / times["longspan"][f"{kind}_ms"]
-            if "eager_peer" in times:
-                ratio = times["eager_peer"][f"{kind}_ms"] / times["longspan"][f"{kind}_ms"]
-                times[f"{kind}_times_faster_than_eager"] = ratio
+        rivals = {"": "peer"}
+        for name, attend in able.items() if row.mixed else ():
+            kind = "compiled" if name.startswith(COMPILED) else "eager"
+            rivals[f"_than_{kind}"] = rival = "peer" if name == peer_name else f"{kind}_peer"
+            attends[rival] = attend
+        bodies = {name: steps(attend, inputs)[step] for name, attend in attends.items()}
+        times = take_turns({"engine": engine[step], **bodies}, quick)
+        add_rates(times, totals["forward_flops"] + (totals["backward_flops"] if step == "forward_backward" else 0))
+        add_ratios(times, rivals)
         result[step] = times
-    for kind in ("burst_ms", "sustained_ms"):
-        backward = result["forward_backward"]["longspan"][kind] - result["forward"]["longspan"][kind]
-        result[f"backward_{kind.removesuffix('_ms')}_tflops"] = totals["backward_flops"] / max(backward, 1e-6) * 1e-9
+    for label, name in OURS.items():
+        for kind in ("burst", "sustained"):
+            milliseconds = [result[step][name][f"{kind}_ms"] for step in ("forward_backward", "forward")]
+            taken = max(milliseconds[0] - milliseconds[1], 1e-6)
+            result[f"{label}backward_{kind}_tflops"] = totals["backward_flops"] / taken * 1e-9
     result["errors"] = errors(row, attends, inputs)
     result["error_over_peer"] = {
         quantity: ours / result["errors"]["peer"][quantity] for quantity, ours in result["errors"]["longspan"].items()
     }
+    return result
+
+
+def block_rows() -> list[Row]:
+    shapes = [(tokens, head_dim) for head_dim in (64, 128) for tokens in (32768, 131072)]
+    return [Row(f"blocks_{n // 1024}k_d{head_dim}", n, 8, head_dim, (n,), (1,)) for n, head_dim in shapes]
+
+
+def far_blocks(blocks: int) -> Tensor:
+    """Five blocks around the diagonal, the first one, and four far diagonals."""
+    rows = torch.arange(blocks)
+    seen = torch.zeros(blocks, blocks, dtype=torch.bool)
+    for step in range(-2, 3):
+        near = rows[(rows + step >= 0) & (rows + step < blocks)]
+        seen[near, near + step] = True
+    for part in (16, 8, 4, 2):
+        seen[rows, (rows + blocks // part) % blocks] = True
+    seen[:, 0] = True
+    return seen
+
+
+def measure_blocks(row: Row, quick: bool, kernel: str) -> dict[str, object]:
+    """A mask of blocks of 128 against compiled FlexAttention and our own dense rate, and what adaptive choice costs."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    inputs = row.inputs()
+    size = 128
+    seen = far_blocks(row.tokens // size)
+    pattern = longspan.block_sparse(seen.numpy(), size)
+    adaptive = longspan.block_sparse(longspan.adaptive(seen.float().mean().item(), size))
+    on_gpu = seen.cuda()
+    flex = torch.compile(flex_attention, dynamic=False)
+    started = time.perf_counter()
+    kept = create_block_mask(
+        lambda b, h, i, j: on_gpu[i // size, j // size], None, None, row.tokens, row.tokens, "cuda", size, _compile=True
+    )
+    torch.cuda.synchronize()
+    mask_seconds = time.perf_counter() - started
+    # FlexAttention takes heads before rows; its own tensors are laid out as it likes them best.
+    flipped = [x.transpose(1, 2).contiguous() for x in inputs]
+    options = longspan.Options(kernel=kernel)
+    problem = dict(tokens=row.tokens, heads=row.heads, head_dim=row.head_dim, dtype="bf16", device="cuda")
+    plan = longspan.plan(pattern, options=options, **problem)
+    engine = engine_steps(plan, longspan.Attention(pattern, options), inputs)
+    dense_tokens = 16384
+    dense = Row("dense", dense_tokens, 16, row.head_dim, (dense_tokens,), (1,))
+    dense_inputs = dense.inputs()
+    dense_engine = engine_steps(dense.plan(kernel), longspan.Attention(longspan.dense(), options), dense_inputs)
+    ours = steps(lambda *qkv: lt.attention(*qkv, pattern, kernel=kernel), inputs)
+    theirs = steps(lambda *qkv: flex(*qkv, block_mask=kept), flipped)
+    difference = (ours["forward"]() - theirs["forward"]().transpose(1, 2)).abs().max().item()
+    result: dict[str, object] = {
+        "name": row.name, "tokens": row.tokens, "heads": row.heads, "head_dim": row.head_dim, "block_size": size,
+        "density": seen.float().mean().item(), "dtype": "bfloat16", "largest_difference": difference,
+        "kernels": {step: plan.kernel(step) for step in ("forward", "backward")},
+        "peers": {step: "compiled FlexAttention" for step in STEPS},
+        "flex_mask_ms": mask_seconds * 1e3,
+    }  # fmt: skip
+    totals, dense_totals = plan.totals, dense.plan(kernel).totals
+    for step in STEPS:
+        parts = ("forward",) if step == "forward" else ("forward", "backward")
+        times = take_turns(
+            {"longspan": ours[step], "engine": engine[step], "peer": theirs[step], "dense": dense_engine[step]}, quick
+        )
+        rates = {name: times.pop(name) for name in ("dense",)}
+        add_rates(rates, sum(dense_totals[f"{part}_flops"] for part in parts))
+        add_rates(times, sum(totals[f"{part}_flops"] for part in parts))
+        add_ratios(times, {"": "peer"})
+        for kind in ("burst", "sustained"):
+            times[f"{kind}_of_dense"] = times["engine"][f"{kind}_tflops"] / rates["dense"][f"{kind}_tflops"]
+        result[step] = {**times, **rates}
+    try:
+        with torch.no_grad():
+            taken = take_turns({"": lambda: lt.attention(*inputs[:3], adaptive, kernel=kernel)}, quick)[""]
+        # Of as many blocks: what the forward with a fixed mask does not take is the choice.
+        result["adaptive"] = taken
+        fixed = result["forward"]["longspan"]["sustained_ms"]
+        result["adaptive_choice_of_forward"] = taken["sustained_ms"] / fixed - 1
+    except longspan.Error as error:
+        result["adaptive"] = f"{type(error).__name__}: {error}"
     return result
 
 
@@ -352,19 +479,22 @@ def headline(result: dict) -> str:
         return "linear: time per token, longest over shortest: " + ", ".join(f"{k} {v:.2f}" for k, v in growth.items())
     if "error" in result:
         return f"{name:24} {result['error']}"
-    forward, both = result["forward"], result["forward_backward"]
-    worst = max(result["error_over_peer"].values())
-    than_eager = ""
-    if "burst_times_faster_than_eager" in forward:
-        than_eager = f" ({forward['burst_times_faster_than_eager']:.2f} than eager)"
-    return (
-        f"{name:24} {forward['longspan']['burst_ms']:8.3f} {forward['longspan']['burst_tflops']:5.0f}"
-        f" {forward['peer']['burst_ms']:8.3f}"
-        f" {forward['burst_times_faster']:5.2f} {forward['sustained_times_faster']:5.2f}"
-        f"  {both['longspan']['burst_ms']:8.3f} {result['backward_burst_tflops']:5.0f}"
-        f" {both['peer']['burst_ms']:8.3f} {both['burst_times_faster']:5.2f} {both['sustained_times_faster']:5.2f}"
-        f"  {worst:5.2f}  {result['kernels']['forward']}, {result['peers']['forward']}{than_eager}"
-    )
+    worst = max(result["error_over_peer"].values()) if "error_over_peer" in result else float("nan")
+    line = f"{name:24}"
+    for step in STEPS:
+        times = result[step]
+        ratios = [times[f"{kind}_{label}times_faster"] for label in OURS for kind in ("burst", "sustained")]
+        line += "".join(f" {times[name]['burst_ms']:8.3f}" for name in ("longspan", "engine", "peer"))
+        line += f" {times['engine']['burst_tflops']:5.0f}  " + " ".join(f"{ratio:5.2f}" for ratio in ratios) + " "
+    if "adaptive" in result:
+        line += " of dense" + "".join(f" {result[step]['burst_of_dense']:.2f}" for step in STEPS)
+        line += f", adaptive choice {result.get('adaptive_choice_of_forward', result['adaptive'])}"
+    line += f" {worst:5.2f}  {result['kernels']['forward']}, {result['peers']['forward']}"
+    for ending in ("_than_eager", "_than_compiled"):
+        if f"burst_times_faster{ending}" in result["forward"]:
+            ratios = [result[step][f"burst_{label}times_faster{ending}"] for step in STEPS for label in OURS]
+            line += f"; {ending.removeprefix('_than_')}: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
+    return line
 
 
 def describe_run() -> dict[str, object]:
@@ -380,15 +510,17 @@ def describe_run() -> dict[str, object]:
 
 
 def main() -> None:
-    table = {row.name: row for row in rows()}
-    extras = {"memory": measure_memory, "linear": measure_linear}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="which rows, with * and ?; all without any")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--quick", action="store_true", help="fewer samples, no compiled peers")
     parser.add_argument("--kernel", default="", help="run this kernel of ours, such as cuda-mma, instead of the best")
+    parser.add_argument("--block-sparse", action="store_true", help="block masks against FlexAttention instead")
     parser.add_argument("--json", type=Path, help="write everything here, after each row")
     arguments = parser.parse_args()
+    table = {row.name: row for row in (block_rows() if arguments.block_sparse else rows())}
+    measure = measure_blocks if arguments.block_sparse else measure_row
+    extras = {} if arguments.block_sparse else {"memory": measure_memory, "linear": measure_linear}
     names = [*table, *extras]
     if arguments.list:
         print(*names, sep="\n")
@@ -402,14 +534,16 @@ def main() -> None:
     report = {**describe_run(), "rows": []}
     print(f"{report['gpu']}, driver {report['driver']}, torch {report['torch']}", end=", ")
     print(f"GEMM {report['gemm_bf16_tflops']:.0f} TFLOP/s")
-    print("forward: ms, TFLOP/s, peer's ms, times faster (burst, sustained); forward+backward: the same; error/peer's")
+    print("forward: ms of longspan, engine, peer (burst), engine's TFLOP/s, times faster: longspan burst and sustained,")
+    print("engine burst and sustained; forward+backward: the same; error/peer's; kernel, peer; against the eager and the")
+    print("compiled peer, burst: forward of longspan, engine, forward+backward of longspan, engine")
     for name in chosen:
         started = time.perf_counter()
         try:
             if name in extras:
                 result = extras[name](arguments.quick)
             else:
-                result = measure_row(table[name], arguments.quick, arguments.kernel)
+                result = measure(table[name], arguments.quick, arguments.kernel)
         except (RuntimeError, longspan.Error) as error:  # one row less, not a run lost
             result = {"name": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         result["seconds_spent"] = time.perf_counter() - started

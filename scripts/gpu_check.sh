@@ -12,6 +12,7 @@
 #   profile    Nsight Compute on three forwards
 #   modules    python -m longspan.bench at 131,072 tokens
 #   peers      bench/gpu_vs_torch.py, the kernels chosen and the portable ones alone
+#   blocks     bench/gpu_vs_torch.py --block-sparse
 # The first four run side by side, several processes each; what measures runs alone. Logs go to RESULTS/logs, and
 # bench/gpu_report.py makes RESULTS/h200_*.json of them.
 set -uo pipefail
@@ -21,7 +22,7 @@ programs=$(cd "${1:?folder with the built programs}" && pwd)
 mkdir -p "${2:?folder for results}/logs"
 results=$(cd "$2" && pwd)
 shift 2
-steps=${*:-tests python check sanitizer bench profile modules peers}
+steps=${*:-tests python check sanitizer bench profile modules peers blocks}
 logs=$results/logs
 failed=$logs/failed
 : >"$failed"
@@ -105,6 +106,10 @@ step_peers() {
   run peers 280 python3 "$repository/bench/gpu_vs_torch.py" --json "$results/h200_vs_torch.json"
   run peers_portable 100 python3 "$repository/bench/gpu_vs_torch.py" --quick --kernel cuda-mma \
     --json "$results/h200_vs_torch_portable.json" 'dense*' 'dilated_8k*' 'dilated_131k*' gigapath_10k
+}
+step_blocks() {
+  wait
+  run peers_blocks 200 python3 "$repository/bench/gpu_vs_torch.py" --block-sparse --json "$results/h200_block_sparse.json"
 }
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$logs/gpu"

@@ -278,6 +278,22 @@ class Attention:
 
     def __repr__(self) -> str: ...
 
+class TorchCalls:
+    """The operator on torch tensors, without Python between."""
+
+    def __init__(self, *, exchange: object, types: tuple, observers: tuple, autocast_enabled: object, grad_enabled: object, empty_like: object, contiguous_empty_like: object, empty_f32: object, empty_f64: object) -> None: ...
+
+    def mode(self, query: object, key: object, value: object) -> int:
+        """
+        0: through the dispatcher, 1: past it, 2: past it, recording gradients.
+        """
+
+    def forward(self, attention: Attention, query: object, key: object, value: object, with_lse: bool, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0) -> tuple:
+        """(out, lse or None)"""
+
+    def backward(self, attention: Attention, grad_out: object, grad_lse: object | None, query: object, key: object, value: object, out: object, lse: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0) -> tuple:
+        """(dq, dk, dv)"""
+
 class Shards:
     """Which positions each rank of a ring owns."""
 

@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <array>
+#include <optional>
 #include <string>
 
 #include "longspan/error.h"
@@ -80,28 +82,36 @@ void arrange(const Shape& shape, const char* name, Role role, TensorView& view) 
   }
 }
 
-DType dtype_of(nb::dlpack::dtype dtype, const char* name) {
+std::optional<DType> known_dtype(nb::dlpack::dtype dtype) {
   using Code = nb::dlpack::dtype_code;
   const auto code = static_cast<Code>(dtype.code);
-  if (dtype.lanes == 1) {
-    if (code == Code::Float && dtype.bits == 32) return DType::f32;
-    if (code == Code::Float && dtype.bits == 16) return DType::f16;
-    if (code == Code::Float && dtype.bits == 64) return DType::f64;
-    if (code == Code::Bfloat && dtype.bits == 16) return DType::bf16;
-    if (code == Code::Int && dtype.bits == 32) return DType::i32;
-    if (code == Code::Int && dtype.bits == 64) return DType::i64;
-    if (code == Code::Bool && dtype.bits == 8) return DType::boolean;
-  }
+  if (dtype.lanes != 1) return {};
+  if (code == Code::Float && dtype.bits == 32) return DType::f32;
+  if (code == Code::Float && dtype.bits == 16) return DType::f16;
+  if (code == Code::Float && dtype.bits == 64) return DType::f64;
+  if (code == Code::Bfloat && dtype.bits == 16) return DType::bf16;
+  if (code == Code::Int && dtype.bits == 32) return DType::i32;
+  if (code == Code::Int && dtype.bits == 64) return DType::i64;
+  if (code == Code::Bool && dtype.bits == 8) return DType::boolean;
+  return {};
+}
+
+DType dtype_of(nb::dlpack::dtype dtype, const char* name) {
+  if (const auto known = known_dtype(dtype)) return *known;
   throw InvalidArgument(name, fmt::format("{} has an element type (code {}, {} bits) that nothing here takes: give "
                                           "float32, bfloat16, float16 or float64 (bool for key_mask, int32 or int64 "
                                           "for lengths)",
                                           name, int(dtype.code), int(dtype.bits)));
 }
 
+std::optional<Device> known_device(int type, int index) {
+  if (type == nb::device::cpu::value || type == nb::device::cuda_host::value) return Device{DeviceType::cpu, 0};
+  if (type == nb::device::cuda::value) return Device{DeviceType::cuda, index};
+  return {};
+}
+
 Device device_of(int type, int index, const char* name) {
-  if (type == nb::device::cpu::value) return {DeviceType::cpu, 0};
-  if (type == nb::device::cuda::value) return {DeviceType::cuda, index};
-  if (type == nb::device::cuda_host::value) return {DeviceType::cpu, 0};
+  if (const auto known = known_device(type, index)) return *known;
   throw InvalidArgument(name, fmt::format("{} is on a device of DLPack type {}: cpu and cuda are known", name, type));
 }
 
@@ -153,11 +163,33 @@ TensorView unpack(PyObject* tuple, const char* name, Role role) {
   return view;
 }
 
+/// A tensor as its own package describes it; it lives as long as the call's arguments do.
+TensorView read(const ExchangeTable& table, nb::handle array, const char* name, Role role) {
+  nb::dlpack::dltensor tensor;
+  if (table.read(array.ptr(), &tensor) != 0) throw nb::python_error();
+  TensorView view;
+  Shape shape;
+  shape.dimensions = static_cast<std::size_t>(tensor.ndim);
+  if (shape.dimensions > Shape::kMost) refuse_shape(name, shape.dimensions, role);
+  std::copy_n(tensor.shape, shape.dimensions, shape.sizes.begin());
+  std::copy_n(tensor.strides, shape.dimensions, shape.strides.begin());
+  view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  view.dtype = dtype_of(tensor.dtype, name);
+  view.device = device_of(tensor.device.device_type, tensor.device.device_id, name);
+  arrange(shape, name, role, view);
+  return view;
+}
+
 }  // namespace
+
+bool Arrays::takes(const nb::dlpack::dltensor& tensor) {
+  return known_dtype(tensor.dtype) && known_device(tensor.device.device_type, tensor.device.device_id);
+}
 
 TensorView Arrays::view(nb::handle array, const char* name, Role role, bool writable) {
   if (array.is_none()) return {};
   if (PyTuple_Check(array.ptr())) return unpack(array.ptr(), name, role);
+  if (table_) return read(*table_, array, name, role);
   if (writable) {
     nb::ndarray<> imported;
     if (!nb::try_cast(array, imported, false)) {

@@ -3,18 +3,14 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
-#include <exception>
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "arrays.h"
 #include "bindings.h"
+#include "call.h"
 #include "longspan/error.h"
 #include "signal_check.h"
 
@@ -22,56 +18,23 @@ namespace longspan::python {
 namespace {
 
 using namespace nb::literals;
-using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
-/// Everything a call has beside its main tensors, in the order both passes take it.
-struct CallArguments {
-  nb::object lengths;
-  nb::object key_mask;
-  nb::object alibi_slopes;
-  std::optional<Ranges> query_ranges;
-  std::uint64_t seed;
-  std::uint64_t seed_pointer;  // of a CUDA tensor; 0 where seed holds the value
-  std::uint64_t stream;
-  nb::object allocate;  // bytes -> address; None takes workspace from the library's pool
-};
-
-/// A Call whose spans and views stay valid as long as it lives.
-struct OwnedCall {
-  OwnedCall(Arrays& arrays, const CallArguments& arguments, SignalCheck& signals) {
-    call.lengths = arrays.input(arguments.lengths, "lengths", Role::lengths);
-    call.key_mask = arrays.input(arguments.key_mask, "key_mask", Role::key_mask);
-    call.alibi_slopes = arrays.input(arguments.alibi_slopes, "alibi_slopes", Role::alibi_slopes);
-    if (arguments.query_ranges) {
-      for (const auto& [start, count] : *arguments.query_ranges) ranges.push_back({start, count});
-      if (ranges.empty()) ranges.push_back({0, 0});  // an empty list means no rows, an empty span all of them
-      call.query_ranges = ranges;
-    }
-    call.dropout_seed = arguments.seed;
-    call.dropout_seed_pointer =
-        reinterpret_cast<const std::uint64_t*>(static_cast<std::uintptr_t>(arguments.seed_pointer));
-    call.stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(arguments.stream));
-    call.progress = [&signals](double) { return signals(); };
-    if (!arguments.allocate.is_none()) {
-      call.allocate = [&arguments](std::size_t bytes) {
-        nb::gil_scoped_acquire lock;
-        return reinterpret_cast<void*>(nb::cast<std::uintptr_t>(arguments.allocate(bytes)));
-      };
-    }
-  }
-  OwnedCall(const OwnedCall&) = delete;
-  OwnedCall& operator=(const OwnedCall&) = delete;
-
-  std::vector<RowRange> ranges;
-  Call call;
-};
+/// allocate: bytes -> address; None takes workspace from the library's pool.
+void set_placement(Call& call, std::uint64_t stream, const nb::object& allocate) {
+  call.stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(stream));
+  if (allocate.is_none()) return;
+  call.allocate = [&allocate](std::size_t bytes) {
+    nb::gil_scoped_acquire lock;
+    return reinterpret_cast<void*>(nb::cast<std::uintptr_t>(allocate(bytes)));
+  };
+}
 
 Role main_role(bool heads_first) { return heads_first ? Role::bhnd : Role::bnhd; }
 
 void forward(const Attention& attention, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-             nb::object lengths, nb::object key_mask, nb::object alibi_slopes, std::optional<Ranges> query_ranges,
-             std::uint64_t seed, std::uint64_t seed_pointer, std::uint64_t stream, bool heads_first,
-             nb::object allocate) {
+             nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes,
+             const std::optional<Ranges>& query_ranges, std::uint64_t seed, std::uint64_t seed_pointer,
+             std::uint64_t stream, bool heads_first, const nb::object& allocate) {
   Arrays arrays;
   SignalCheck signals;
   const Role role = main_role(heads_first);
@@ -80,22 +43,16 @@ void forward(const Attention& attention, nb::handle q, nb::handle k, nb::handle 
   const ConstTensorView v_view = arrays.input(v, "v", role);
   const TensorView out_view = arrays.output(out, "out", role);
   const TensorView lse_view = arrays.output(lse, "lse", Role::lse);
-  const CallArguments arguments{std::move(lengths),
-                                std::move(key_mask),
-                                std::move(alibi_slopes),
-                                std::move(query_ranges),
-                                seed,
-                                seed_pointer,
-                                stream,
-                                std::move(allocate)};
-  const OwnedCall owned(arrays, arguments, signals);
+  OwnedCall owned(arrays, {lengths, key_mask, alibi_slopes, query_ranges, seed, seed_pointer}, signals);
+  set_placement(owned.call, stream, allocate);
   signals.run([&] { attention.forward(q_view, k_view, v_view, out_view, lse_view, owned.call); });
 }
 
 void backward(const Attention& attention, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-              nb::handle dout, nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::object lengths,
-              nb::object key_mask, nb::object alibi_slopes, std::optional<Ranges> query_ranges, std::uint64_t seed,
-              std::uint64_t seed_pointer, std::uint64_t stream, bool heads_first, nb::object allocate) {
+              nb::handle dout, nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::handle lengths,
+              nb::handle key_mask, nb::handle alibi_slopes, const std::optional<Ranges>& query_ranges,
+              std::uint64_t seed, std::uint64_t seed_pointer, std::uint64_t stream, bool heads_first,
+              const nb::object& allocate) {
   Arrays arrays;
   SignalCheck signals;
   const Role role = main_role(heads_first);
@@ -108,15 +65,8 @@ void backward(const Attention& attention, nb::handle q, nb::handle k, nb::handle
   const TensorView dq_view = arrays.output(dq, "dq", role);
   const TensorView dk_view = arrays.output(dk, "dk", role);
   const TensorView dv_view = arrays.output(dv, "dv", role);
-  const CallArguments arguments{std::move(lengths),
-                                std::move(key_mask),
-                                std::move(alibi_slopes),
-                                std::move(query_ranges),
-                                seed,
-                                seed_pointer,
-                                stream,
-                                std::move(allocate)};
-  OwnedCall owned(arrays, arguments, signals);
+  OwnedCall owned(arrays, {lengths, key_mask, alibi_slopes, query_ranges, seed, seed_pointer}, signals);
+  set_placement(owned.call, stream, allocate);
   owned.call.dlse = arrays.input(dlse, "dlse", Role::lse);
   signals.run([&] {
     attention.backward(q_view, k_view, v_view, out_view, lse_view, dout_view, dq_view, dk_view, dv_view, owned.call);

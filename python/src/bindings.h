@@ -10,6 +10,7 @@ void bind_errors();
 void bind_blocks(nanobind::module_& module);
 void bind_patterns(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
+void bind_torch_calls(nanobind::module_& module);
 void bind_ring(nanobind::module_& module);
 void bind_inspection(nanobind::module_& module);
 

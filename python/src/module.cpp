@@ -56,6 +56,7 @@ NB_MODULE(_longspan, module) {
   longspan::python::bind_blocks(module);
   longspan::python::bind_patterns(module);
   longspan::python::bind_attention(module);
+  longspan::python::bind_torch_calls(module);
   longspan::python::bind_ring(module);
   longspan::python::bind_inspection(module);
 

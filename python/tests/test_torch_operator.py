@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint
 
 import longspan.torch as lt
+from longspan import _longspan
 import oracle
 
 PATTERN = longspan.dilated([8, 12], [1, 2])
@@ -48,6 +49,19 @@ CASES = {
 }
 
 
+@pytest.fixture(params=["compiled", "raw"])
+def calls(request, monkeypatch):
+    """Both ways from tensors to kernels: compiled, and the one in Python for older versions of torch."""
+    if request.param == "raw":
+        monkeypatch.setattr(lt.operator, "_calls", lt.operator._RawCalls)
+    elif lt.operator._calls is lt.operator._RawCalls:
+        pytest.skip("this torch has no C exchange API")
+
+
+def test_compiled_calls_are_taken_where_torch_has_the_exchange_api():
+    assert hasattr(torch.Tensor, "__dlpack_c_exchange_api__") == isinstance(lt.operator._calls, _longspan.TorchCalls)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case):
     query, key, value = tensors()
@@ -64,7 +78,7 @@ def test_opcheck(case):
 
 @pytest.mark.parametrize("through_dispatcher", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_gradcheck(case, through_dispatcher):
+def test_gradcheck(case, through_dispatcher, calls):
     inputs = tensors(shape=(2, 21, 4, 3), kv_heads=2, dtype=torch.float64)
     arguments = settings(**CASES[case])
     covered = torch.isfinite(torch.ops.longspan.attention(*(x.detach() for x in inputs), *arguments)[1])
@@ -73,13 +87,13 @@ def test_gradcheck(case, through_dispatcher):
         if through_dispatcher:
             out, lse = torch.ops.longspan.attention(*qkv, *arguments)
         else:
-            out, lse = lt.operator._call(*qkv, arguments)
+            out, lse = lt.attention(*qkv, **({"pattern": PATTERN} | CASES[case]), return_lse=True)
         return out, lse[covered]
 
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
-def test_eager_calls_and_the_dispatcher_agree():
+def test_eager_calls_and_the_dispatcher_agree(calls):
     query, key, value = tensors()
     fast = lt.attention(query, key, value, PATTERN, causal=True)
     slow = torch.ops.longspan.attention(query, key, value, *settings(causal=True))[0]
@@ -89,7 +103,7 @@ def test_eager_calls_and_the_dispatcher_agree():
         torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
-def test_gradient_of_lse_alone():
+def test_gradient_of_lse_alone(calls):
     query, key, value = tensors(dtype=torch.float64)
     _, lse = lt.attention(query, key, value, longspan.dense(), return_lse=True)
     counts = torch.ones(4, 21, 21, dtype=torch.float64)
@@ -108,7 +122,7 @@ def test_explicit_backward_equals_autograd():
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-def test_second_derivative_is_refused():
+def test_second_derivative_is_refused(calls):
     query, key, value = tensors()
     (grad,) = torch.autograd.grad(lt.attention(query, key, value).sum(), query, create_graph=True)
     with pytest.raises(longspan.Unsupported, match="first derivatives"):
@@ -165,7 +179,7 @@ def test_export_round_trip():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_and_gradients_come_back_in_their_own_type(dtype):
+def test_autocast_casts_and_gradients_come_back_in_their_own_type(dtype, calls):
     query, key, value = tensors()
     with torch.autocast("cpu", dtype=dtype):
         out = lt.attention(query, key, value, PATTERN, alibi_slopes=torch.full((4,), 0.01))
@@ -199,7 +213,7 @@ def _backward(out, leaf):
     return out, leaf.grad.clone()
 
 
-def test_selective_checkpoint_sees_the_operator():
+def test_selective_checkpoint_sees_the_operator(calls):
     if TORCH < (2, 5):
         pytest.skip("selective checkpoints have another interface")
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -231,7 +245,7 @@ def test_dropout_is_governed_by_manual_seed_and_matches_its_rate():
     assert abs(results[0].mean().item() - 1) < 5 * (0.25 / 0.75 / 64 / 512) ** 0.5
 
 
-def test_layouts_and_expanded_gradients():
+def test_layouts_and_expanded_gradients(calls):
     query, key, value = tensors()
     flipped = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (query, key, value)]
     out = lt.attention(query, key, value, PATTERN)
@@ -242,17 +256,40 @@ def test_layouts_and_expanded_gradients():
     torch.testing.assert_close(flipped[1].grad.transpose(1, 2), key.grad)
 
 
-def test_meta_tensors_and_flop_free_shapes():
+def test_meta_tensors_and_flop_free_shapes(calls):
     query, key, value = (x.to("meta") for x in tensors(grad=False))
     out, lse = lt.attention(query, key, value, PATTERN, return_lse=True)
     assert out.shape == query.shape and lse.shape == (2, 4, 21) and out.is_meta
 
 
-def test_profiler_names_the_operator():
+def test_profiler_names_the_operator(calls):
     qkv = tensors(grad=False)
     with torch.profiler.profile() as profile:
         lt.attention(*qkv, PATTERN)
     assert "longspan::attention" in {event.key for event in profile.key_averages()}
+
+
+def test_subclasses_of_tensors_see_the_operator(calls):
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    query, key, value = tensors(grad=False)
+    out = lt.attention(query.as_subclass(Watching), key, value, PATTERN)
+    assert torch.ops.longspan.attention.default in seen and type(out) is Watching
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), lt.attention(query, key, value, PATTERN))
+
+
+def test_outputs_own_memory_that_torch_can_resize(calls):
+    """Outputs are torch's own, not wrapped memory: streams can be recorded for them, and storages replaced."""
+    query, key, value = tensors(grad=False)
+    out, lse = lt.attention(query.transpose(1, 2).contiguous().transpose(1, 2), key, value, PATTERN, return_lse=True)
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert out.untyped_storage().resizable() and lse.untyped_storage().resizable()
 
 
 def test_longspan_attention_takes_torch_tensors_with_gradients():
@@ -261,7 +298,7 @@ def test_longspan_attention_takes_torch_tensors_with_gradients():
     assert out.requires_grad and isinstance(lse, torch.Tensor)
 
 
-def test_ranges_and_lists():
+def test_ranges_and_lists(calls):
     query, key, value = tensors(grad=False)
     whole = lt.attention(query, key, value, PATTERN, causal=True)
     part = lt.attention(query[:, 13:], key, value, PATTERN, causal=True, query_ranges=[(13, 8)])
@@ -287,7 +324,7 @@ def test_ranges_and_lists():
         (dict(dropout=0.5, seed=torch.tensor([1, 2])), "seed is a tensor of 2 int64"),
     ],
 )
-def test_bad_input_is_refused_by_name(change, words):
+def test_bad_input_is_refused_by_name(change, words, calls):
     call = dict(zip(("query", "key", "value"), tensors(grad=False)))
     for name, value in change.items():
         call[name] = value(call[name]) if callable(value) else value

@@ -4,7 +4,8 @@ Tensors are [batch, rows, heads, head_dim] in any strides; the pattern travels a
 be compiled, exported and pickled. Dropout takes its seed as a tensor, drawn inside the graph from torch's generator.
 
 The dispatcher costs 20 to 150 microseconds for an operator written in Python, so plain tensors in plain eager mode go
-past it, to the same functions; everything that must see the operator (compile, export, modes, autocast, ...) does.
+past it, to the same functions; everything that must see the operator (compile, export, modes, autocast, ...) does. What
+stands between a call and its kernel is compiled (TorchCalls) where torch has DLPack's C exchange API, else below.
 
 CUDA tensors run on torch's current stream, with workspace from torch's allocator: so graphs can be captured and
 replayed, and torch's memory statistics count everything.
@@ -12,6 +13,7 @@ replayed, and torch's memory statistics count everything.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._errors import InvalidArgument, Unsupported, renamed
-from .._longspan import Pattern
+from .._longspan import Attention, Pattern, TorchCalls
 from .._patterns import as_pattern, compiled
 
 # What both passes take after their tensors, in this order.
@@ -53,15 +55,20 @@ _DTYPES = {
 _CPU, _CUDA = 1, 2  # DLPack's device types
 
 
-def raw_tensor(name: str, tensor: Tensor) -> tuple:
-    """What the compiled module takes without the cost of a DLPack capsule."""
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
+def _dtype_number(name: str, tensor: Tensor) -> int:
+    number = _DTYPES.get(tensor.dtype)
+    if number is None:
         raise InvalidArgument(
             f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}: attention runs on float32, bfloat16, "
             "float16 and float64 (bool for key_mask, int32 or int64 for lengths)",
             name,
         )
+    return number
+
+
+def raw_tensor(name: str, tensor: Tensor) -> tuple:
+    """What the compiled module takes without the cost of a DLPack capsule."""
+    dtype = _dtype_number(name, tensor)
     if tensor.is_cpu:
         return (tensor.data_ptr(), dtype, _CPU, 0, tensor.shape, tensor.stride())
     if tensor.is_cuda:
@@ -139,65 +146,124 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _check_dimensions(**tensors: Tensor) -> None:
+def _check_tensors(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
             raise InvalidArgument(
                 f"{name} has {tensor.dim()} dimensions: {name} is [batch, tokens, heads, head_dim]", name
             )
+        _dtype_number(name, tensor)
 
 
-def _run_forward(
-    query, key, value, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes,
-    query_ranges, deterministic, detached_mix, allow_tf32, kernel, *, with_lse=True,
-):  # fmt: skip
-    operator = compiled(
-        pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
-    )
-    if query.dim() != 4:
-        _check_dimensions(query=query)
+# What a call may bring beside its main tensors: seed, lengths, key_mask, alibi_slopes and query_ranges (flat).
+_NO_DATA = (None,) * 5
+
+
+def _arguments(query: Tensor, data: tuple) -> tuple:
+    """A call's data as compiled calls take it, after everything else."""
+    if data is _NO_DATA:
+        return ()
+    seed, lengths, key_mask, alibi_slopes, query_ranges = data
     _check_capture(query, lengths)
-    out = _empty_like(query)
-    lse = _empty_lse(query) if with_lse else None
-    try:
+    return (lengths, key_mask, alibi_slopes, _pairs(query_ranges), *_seed_arguments(query, seed))
+
+
+# Whether something beside plain eager execution wants to see operators. Private names, so each may be missing: then
+# every call goes through the dispatcher.
+_observers = tuple(
+    getattr(torch._C, name, lambda: True)
+    for name in ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state")
+) + (getattr(torch.autograd, "_profiler_enabled", lambda: True),)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+class _RawCalls:
+    """TorchCalls in Python, for torch without the exchange API."""
+
+    @staticmethod
+    def mode(query: Tensor, key: Tensor, value: Tensor) -> int:
+        """0: through the dispatcher, 1: past it, 2: past it, recording gradients."""
+        for tensor in (query, key, value):
+            if type(tensor) not in _PLAIN_TYPES or not (tensor.is_cpu or tensor.is_cuda):
+                return 0
+        if torch.is_autocast_enabled(query.device.type) or any(observes() for observes in _observers):
+            return 0
+        records = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        return 2 if records else 1
+
+    @staticmethod
+    def forward(operator, query, key, value, with_lse, lengths=None, key_mask=None, alibi_slopes=None, *rest):
+        out, lse = _empty_like(query), _empty_lse(query) if with_lse else None
         operator.forward(
             *map(raw_tensor, ("query", "key", "value", "out"), (query, key, value, out)), _raw_or_none("lse", lse),
             _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
-            _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(query, seed),
-            **placement(query),
+            _raw_or_none("alibi_slopes", alibi_slopes), *rest, **placement(query),
         )  # fmt: skip
-    except InvalidArgument as error:
-        raise renamed(error, _NAMES) from None
-    return out, lse
+        return out, lse
 
-
-def _run_backward(
-    grad_out, grad_lse, query, key, value, out, lse, pattern, causal, scale, output_scale, dropout, seed, lengths,
-    key_mask, alibi_slopes, query_ranges, deterministic, detached_mix, allow_tf32, kernel,
-):  # fmt: skip
-    operator = compiled(
-        pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
-    )
-    _check_capture(query, lengths)
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()  # autograd hands over expanded scalars, for example from sum()
-    grads = (_empty_like(query), _empty_like(key), _empty_like(value))
-    try:
+    @staticmethod
+    def backward(
+        operator, grad_out, grad_lse, query, key, value, out, lse, lengths=None, key_mask=None, alibi_slopes=None,
+        *rest,
+    ):  # fmt: skip
+        if grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()  # autograd hands over expanded scalars, for example from sum()
+        grads = (_empty_like(query), _empty_like(key), _empty_like(value))
         operator.backward(
             *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
             raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse),
             *map(raw_tensor, ("dq", "dk", "dv"), grads),
             _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
-            _raw_or_none("alibi_slopes", alibi_slopes), _pairs(query_ranges), *_seed_arguments(query, seed),
-            **placement(query),
+            _raw_or_none("alibi_slopes", alibi_slopes), *rest, **placement(query),
         )  # fmt: skip
+        return grads
+
+
+def _make_calls() -> Any:
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:
+        return _RawCalls
+    try:
+        return TorchCalls(
+            exchange=exchange,
+            types=_PLAIN_TYPES,
+            observers=_observers,
+            autocast_enabled=torch.is_autocast_enabled,
+            grad_enabled=torch.is_grad_enabled,
+            empty_like=torch.empty_like,
+            contiguous_empty_like=functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
+            empty_f32=functools.partial(Tensor.new_empty, dtype=torch.float32),
+            empty_f64=functools.partial(Tensor.new_empty, dtype=torch.float64),
+        )
+    except Unsupported:
+        return _RawCalls
+
+
+_calls = _make_calls()
+
+
+def _run_forward(query, key, value, *settings):
+    _check_tensors(query=query, key=key, value=value)
+    operator = compiled(*settings[:5], *settings[10:])
+    arguments = _arguments(query, settings[5:10])
+    try:
+        return _calls.forward(operator, query, key, value, True, *arguments)
     except InvalidArgument as error:
         raise renamed(error, _NAMES) from None
-    return grads
+
+
+def _run_backward(grad_out, grad_lse, query, key, value, out, lse, *settings):
+    _check_tensors(query=query, key=key, value=value, out=out, grad_out=grad_out)
+    operator = compiled(*settings[:5], *settings[10:])
+    arguments = _arguments(query, settings[5:10])
+    try:
+        return _calls.backward(operator, grad_out, grad_lse, query, key, value, out, lse, *arguments)
+    except InvalidArgument as error:
+        raise renamed(error, _NAMES) from None
 
 
 def _fake_forward(query, key, value, *settings):
-    _check_dimensions(query=query, key=key, value=value)
+    _check_tensors(query=query, key=key, value=value)
     return _empty_like(query), _empty_lse(query)
 
 
@@ -213,13 +279,13 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad_out, grad_lse, run=_backward_op):
+def _differentiate(ctx, grad_out, grad_lse):
     query, key, value, out, lse, *call_tensors = ctx.saved_tensors
     if grad_out is None:
         if grad_lse is None:
             return (None,) * (3 + _SETTING_COUNT)
         grad_out = torch.zeros_like(out)
-    grads = run(grad_out, grad_lse, query, key, value, out, lse, *ctx.before, *call_tensors, *ctx.after)
+    grads = _backward_op(grad_out, grad_lse, query, key, value, out, lse, *ctx.before, *call_tensors, *ctx.after)
     return *grads, *(None,) * _SETTING_COUNT
 
 
@@ -252,56 +318,58 @@ torch.library.register_autograd("longspan::attention", _differentiate, setup_con
 torch.library.register_autograd("longspan::attention_backward", _refuse_second_derivative, lib=_library)
 
 
+def _settings(operator: Attention, data: tuple) -> tuple:
+    """What the schema has after its tensors."""
+    o = operator.options
+    return (
+        str(operator.pattern), o.causal, o.scale, o.output_scale, o.dropout, *data, o.deterministic, o.detached_mix,
+        o.allow_tf32, o.kernel,
+    )  # fmt: skip
+
+
 class _Eager(torch.autograd.Function):
     """The operator's own functions without the dispatcher. (A separate setup_context would cost another 100 us.)"""
 
     @staticmethod
-    def forward(ctx, query, key, value, settings):
-        result = _run_forward(query, key, value, *settings)
-        _setup_context(ctx, (query, key, value, *settings), result)
-        return result
+    def forward(ctx, query, key, value, operator, data, with_lse):
+        out, lse = _calls.forward(operator, query, key, value, True, *_arguments(query, data))
+        ctx.save_for_backward(query, key, value, out, lse, *(() if data is _NO_DATA else data[:4]))
+        ctx.call = (operator, data[4])
+        ctx.set_materialize_grads(False)
+        return (out, lse) if with_lse else out
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        # With create_graph the registered operator says what it cannot do.
-        run = _backward_op if torch.is_grad_enabled() else _run_backward
-        return _differentiate(ctx, grad_out, grad_lse, run)[:4]
+    def backward(ctx, grad_out, grad_lse=None):
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        operator, ranges = ctx.call
+        data = (*tensors, ranges) if tensors else _NO_DATA
+        if grad_out is None:
+            if grad_lse is None:
+                return (None,) * 6
+            grad_out = torch.zeros_like(out)
+        if torch.is_grad_enabled():  # with create_graph the registered operator says what it cannot do
+            settings = _settings(operator, data)
+            return *_backward_op(grad_out, grad_lse, query, key, value, out, lse, *settings), None, None, None
+        try:
+            grads = _calls.backward(
+                operator, grad_out, grad_lse, query, key, value, out, lse, *_arguments(query, data)
+            )
+        except InvalidArgument as error:
+            raise renamed(error, _NAMES) from None
+        return *grads, None, None, None
 
 
-# Whether something beside plain eager execution wants to see operators. Private names, so each may be missing: then
-# every call goes through the dispatcher.
-_observers = [
-    getattr(torch._C, name, lambda: True)
-    for name in ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state")
-]
-_observers.append(getattr(torch.autograd, "_profiler_enabled", lambda: True))
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
-
-
-def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the dispatcher would only forward the call."""
-    if torch.compiler.is_compiling():
-        return False
-    for tensor in (query, key, value):
-        if type(tensor) not in _PLAIN_TYPES or not (tensor.is_cpu or tensor.is_cuda):
-            return False
-    if torch.is_autocast_enabled(query.device.type):
-        return False
-    return not any(observes() for observes in _observers)
-
-
-def _call(query: Tensor, key: Tensor, value: Tensor, settings: tuple, with_lse: bool = True) -> tuple[Tensor, Any]:
-    """(out, lse); lse may be None if not asked for."""
-    if not _is_plain(query, key, value):
-        return _forward_op(query, key, value, *settings)
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return _Eager.apply(query, key, value, settings)
-    return _run_forward(query, key, value, *settings, with_lse=with_lse)
+# Function.apply looks for functorch's wrappers and for setup_context first, which costs as much as the rest of it.
+_record = super(torch.autograd.Function, _Eager).apply
 
 
 @torch.compiler.assume_constant_result
-def _text(pattern: Pattern | None) -> str:
+def _made_text(pattern: Pattern | None) -> str:
     return str(as_pattern(pattern))
+
+
+def _text(pattern: Pattern | str | None) -> str:
+    return pattern if isinstance(pattern, str) else _made_text(pattern)
 
 
 def _as_tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor | None:
@@ -316,23 +384,14 @@ def _as_tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor | None:
     return result.to(dtype)
 
 
-def _settings(
-    query: Tensor, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
-    deterministic, detached_mix, allow_tf32, kernel,
-) -> tuple:  # fmt: skip
-    """The arguments as the schema has them."""
-    if not isinstance(pattern, str):
-        pattern = _text(pattern)
-    if dropout and seed is None:
+def _call_data(query: Tensor, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges) -> tuple:
+    """The data of a call as the schema has it."""
+    if not dropout:
+        seed = None
+    elif seed is None:
         seed = torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device=query.device)
     elif isinstance(seed, int):
-        if seed >= 2**63:
-            seed -= 2**64
-        seed = torch.tensor(seed, dtype=torch.int64) if dropout else None  # the host hands it over by value
-    lengths = _as_tensor("lengths", lengths, torch.int64)
-    key_mask = _as_tensor("key_mask", key_mask, torch.bool)
-    alibi_slopes = _as_tensor("alibi_slopes", alibi_slopes, torch.float32)
-    seed = _as_tensor("seed", seed, torch.int64)
+        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)  # the host hands it over by value
     if query_ranges is not None:
         query_ranges = [number for pair in query_ranges for number in pair]
         if not all(isinstance(number, (int, torch.SymInt)) for number in query_ranges):
@@ -340,8 +399,9 @@ def _settings(
                 f"query_ranges has {query_ranges}: give pairs of whole numbers (start, count)", "query_ranges"
             )
     return (
-        pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
-        deterministic, detached_mix, allow_tf32, kernel or "",
+        _as_tensor("seed", seed, torch.int64), _as_tensor("lengths", lengths, torch.int64),
+        _as_tensor("key_mask", key_mask, torch.bool), _as_tensor("alibi_slopes", alibi_slopes, torch.float32),
+        query_ranges,
     )  # fmt: skip
 
 
@@ -388,14 +448,36 @@ def attention(
 ) -> Any:
     """longspan.attention for torch tensors, with gradients; see there for the arguments. Without a seed, dropout draws
     one from torch's generator, so that torch.manual_seed governs it."""
-    _check_devices(query, key, value)
-    query, key, value = _arranged(layout, query, key, value)
-    settings = _settings(
-        query, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
-        deterministic, detached_mix, allow_tf32, kernel,
-    )  # fmt: skip
-    out, lse = _call(query, key, value, settings, return_lse)
-    (out,) = _arranged(layout, out)
+    if layout != "bnhd":
+        _check_devices(query, key, value)
+        query, key, value = _arranged(layout, query, key, value)
+    mode = 0 if torch.compiler.is_compiling() else _calls.mode(query, key, value)
+    if mode == 0:
+        _check_devices(query, key, value)
+    data = _NO_DATA
+    if dropout or not (lengths is None and key_mask is None and alibi_slopes is None and query_ranges is None):
+        data = _call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
+    lse = None
+    if mode == 0:
+        out, lse = _forward_op(
+            query, key, value, _text(pattern), causal, scale, output_scale, dropout, *data, deterministic,
+            detached_mix, allow_tf32, kernel or "",
+        )  # fmt: skip
+    else:
+        operator = compiled(
+            pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
+        )
+        try:
+            if mode == 1:
+                out, lse = _calls.forward(operator, query, key, value, return_lse, *_arguments(query, data))
+            elif return_lse:
+                out, lse = _record(query, key, value, operator, data, True)
+            else:
+                out = _record(query, key, value, operator, data, False)
+        except InvalidArgument as error:
+            raise renamed(error, _NAMES) from None
+    if layout != "bnhd":
+        (out,) = _arranged(layout, out)
     return (out, lse) if return_lse else out
 
 
@@ -428,10 +510,10 @@ def attention_backward(
     if dropout and seed is None:
         raise InvalidArgument("seed is None with dropout: pass the seed of the forward call", "seed")
     query, key, value, out, grad_out = _arranged(layout, query, key, value, out, grad_out)
-    settings = _settings(
-        query, pattern, causal, scale, output_scale, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges,
-        deterministic, detached_mix, allow_tf32, kernel,
-    )  # fmt: skip
+    data = _call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
     with torch.no_grad():
-        grads = _backward_op(grad_out, dlse, query, key, value, out, lse, *settings)
+        grads = _backward_op(
+            grad_out, dlse, query, key, value, out, lse, _text(pattern), causal, scale, output_scale, dropout, *data,
+            deterministic, detached_mix, allow_tf32, kernel or "",
+        )  # fmt: skip
     return _arranged(layout, *grads)

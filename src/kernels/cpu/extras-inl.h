@@ -22,8 +22,9 @@ struct VirtualRows {
   std::int64_t begin = 0;
   std::int64_t count = 0;  // strand rows
   std::int64_t size() const { return count * heads.count; }
-  std::int64_t index(std::int64_t row) const { return begin + row / heads.count; }
-  std::int64_t head(std::int64_t row) const { return heads.at(row % heads.count); }
+  // Rows are asked for one by one, so the usual set of one head is spared the divisions.
+  std::int64_t index(std::int64_t row) const { return begin + (heads.count == 1 ? row : row / heads.count); }
+  std::int64_t head(std::int64_t row) const { return heads.at(heads.count == 1 ? 0 : row % heads.count); }
 };
 
 /// Keys begin .. end that rows see, counted from some first key.

@@ -93,6 +93,7 @@ struct TileForward : PairLayout<kTile> {
   static constexpr std::int64_t kKeyBlock = 512;
   static constexpr std::int64_t kScoreStride = kKeyBlock + kTile;  // not a power of two: rows of a tile fall into different sets
   static constexpr std::int64_t kRunMultiple = 2 * kTile;
+  static constexpr bool kStartsFresh = true;
 
   static void begin() { configure_tiles(); }
   static void end() { _tile_release(); }
@@ -116,8 +117,13 @@ struct TileForward : PairLayout<kTile> {
       });
     }
   }
+  /// As for register tiles; without corrections out is written, whatever was there.
   void outputs(std::int64_t rows, const std::int64_t* limits, const float* weights, const float* values, std::int64_t begin, std::int64_t end,
                float* out, const float* corrections) const {
+    if (!corrections) {
+      add_outputs<false>(rows, limits, weights, values, begin, end, out);
+      return;
+    }
     for (std::int64_t row = 0; row < rows; ++row) {
       if (corrections[row] == 1.0f) continue;  // the rule once the largest score was met; multiplying by 1 changes no bit
       for (std::int64_t column = 0; column < columns; column += kLanes) {
@@ -125,9 +131,16 @@ struct TileForward : PairLayout<kTile> {
         store(hn::Mul(load(target), broadcast(corrections[row])), target);
       }
     }
+    add_outputs<true>(rows, limits, weights, values, begin, end, out);
+  }
+
+ private:
+  template <bool kAdd>
+  void add_outputs(std::int64_t rows, const std::int64_t* limits, const float* weights, const float* values, std::int64_t begin,
+                   std::int64_t end, float* out) const {
     for_row_pairs(rows, limits, end, [&](std::int64_t row, std::int64_t tiles, std::int64_t seen) {
       if (begin >= seen) return;
-      multiply_all<true>(tiles, columns / kTile, weights + row * kScoreStride + begin / 2, kScoreStride, values + value_offset(begin), columns,
+      multiply_all<kAdd>(tiles, columns / kTile, weights + row * kScoreStride + begin / 2, kScoreStride, values + value_offset(begin), columns,
                          (seen - begin + 2 * kTile - 1) / (2 * kTile), out + row * columns, columns);
     });
   }

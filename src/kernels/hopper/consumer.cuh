@@ -1,6 +1,7 @@
 // Consumers of the Hopper forward: the arithmetic of attention, 64 query rows for each warp group (see forward.cuh).
 #pragma once
 
+#include "kernels/hopper/lists.cuh"
 #include "kernels/hopper/shape.cuh"
 #include "kernels/hopper/wgmma.cuh"
 
@@ -24,8 +25,9 @@ struct Consumer {
   const HopperLaunch& a;
   const Memory<S> memory;
   typename S::Tasks& tasks;
+  const typename S::Notes& notes;
   typename S::Shares& shares;
-  const int group, thread, lane;
+  const int stream, group, thread, lane;
   const int packed_index, first_row;  // of the items taken together the one of this group, and its first row there
   float scores[kKeys / 2];
   float out[kColumns / 2];
@@ -42,23 +44,27 @@ struct Consumer {
   int add = 0;  // 0 makes P V start from zero: clearing registers while products run would serialise them
 
   __device__ __forceinline__ Consumer(const HopperLaunch& launch, Memory<S> shared, typename S::Tasks& task_slots,
-                                      typename S::Shares& row_shares, int group_index)
+                                      const typename S::Notes& tile_notes, typename S::Shares& row_shares,
+                                      int stream_index, int group_index)
       : a(launch),
         memory(shared),
         tasks(task_slots),
+        notes(tile_notes),
         shares(row_shares),
+        stream(stream_index),
         group(group_index),
         thread(threadIdx.x % kGroupThreads),
         lane(threadIdx.x % kWarpThreads),
         packed_index(group / (S::kGroups / launch.packed)),
         first_row(group % (S::kGroups / launch.packed) * kGroupRows) {}
 
-  // The token that lets a group start its products, handed round by named barriers 1 .. kGroups.
-  __device__ __forceinline__ void await_token() const { sync_threads(1 + group, 2 * kGroupThreads); }
+  // The token that lets a group start its products, handed round by named barriers 1 .. kGroups of a stream.
+  __device__ __forceinline__ int named(int index) const { return 1 + stream * 2 * S::kGroups + index; }
+  __device__ __forceinline__ void await_token() const { sync_threads(named(group), 2 * kGroupThreads); }
   __device__ __forceinline__ void pass_token() const {
-    arrive_threads(1 + (group + 1 == S::kGroups ? 0 : group + 1), 2 * kGroupThreads);
+    arrive_threads(named(group + 1 == S::kGroups ? 0 : group + 1), 2 * kGroupThreads);
   }
-  __device__ __forceinline__ void sync_group() const { sync_threads(1 + S::kGroups + group, kGroupThreads); }
+  __device__ __forceinline__ void sync_group() const { sync_threads(named(S::kGroups + group), kGroupThreads); }
 
   __device__ __forceinline__ void await_key() const { wait(memory.key_full(k.stage), k.parity); }
   __device__ __forceinline__ void await_value() const { wait(memory.value_full(v.stage), v.parity); }
@@ -85,7 +91,7 @@ struct Consumer {
   /// The next item, or false. Counts go through a shuffle so that they and all that follows from them stay uniform.
   __device__ __forceinline__ bool fetch() {
     wait(memory.query_full(q.stage), q.parity);
-    const Task& task = tasks[taken % kTaskSlots][packed_index];
+    const auto& task = tasks[taken % kTaskSlots][packed_index];
     const int tiles = uniform(task.tiles);
     if (tiles < 0) return false;
     const int above = uniform(task.above), below = uniform(task.below);
@@ -94,8 +100,10 @@ struct Consumer {
     unmasked = keys / kKeys;
     first_tile = 0;
     end_tile = tiles;
-    idle = first_row >= uniform(task.rows);
-    if (idle) {
+    idle = !S::kLists && first_row >= uniform(task.rows);
+    if (S::kLists) {
+      skipped_before = skipped_after = 0;
+    } else if (idle) {
       first_tile = above + tiles + below - 1;
       end_tile = first_tile + 1;
       skipped_before = 0;
@@ -139,10 +147,15 @@ struct Consumer {
     add = 1;
   }
 
-  __device__ __forceinline__ void mask(int tile) {
-    const int first = tile * kKeys + lane % 4 * 2;
-    const int upper = (a.base.causal ? min(keys, own_row + 1) : keys) - first;
-    const int lower = (a.base.causal ? min(keys, own_row + 9) : keys) - first;
+  /// What the producer says of the tile of keys that is next; read early, since its way to a branch is long.
+  __device__ __forceinline__ ListNote read_note() const {
+    if constexpr (S::kLists) return {notes[k.stage]};
+    else return {0};
+  }
+  __device__ __forceinline__ void mask(int first_key, int end) {
+    const int first = first_key + lane % 4 * 2;
+    const int upper = (a.base.causal ? min(end, own_row + 1) : end) - first;
+    const int lower = (a.base.causal ? min(end, own_row + 9) : end) - first;
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j) {
       if (8 * j >= upper) scores[4 * j] = -LONGSPAN_INFINITY;
@@ -218,19 +231,33 @@ struct Consumer {
     sync_group();
   }
 
+  __device__ __forceinline__ void mask_listed(ListNote note) {
+    if (note.masks(group)) mask(note.first_key(), note.sees(group) ? keys : 0);
+  }
+  __device__ __forceinline__ void clear_values_after_end(ListNote note) {
+    if (note.ends()) clear_values_beyond(max(keys - note.first_key(), 0));
+  }
+
   __device__ __forceinline__ void first_softmax(float factor) {
     largest[0] = largest[1] = -LONGSPAN_INFINITY;
     sum[0] = sum[1] = 0.0f;
     add = 0;
+    const ListNote note = read_note();
     release_key();
-    if (end_tile > unmasked) mask(end_tile - 1);
-    if (end_tile * kKeys > keys && !idle) clear_values_beyond(keys - (end_tile - 1) * kKeys);
+    if constexpr (S::kLists) {
+      mask_listed(note);
+      clear_values_after_end(note);
+    } else {
+      if (end_tile > unmasked) mask((end_tile - 1) * kKeys, keys);
+      if (end_tile * kKeys > keys && !idle) clear_values_beyond(keys - (end_tile - 1) * kKeys);
+    }
     float correction[2];
     raise(factor, correction);
     exponentiate(factor);
   }
   __device__ __forceinline__ void next_tile(int tile, float factor) {
     await_key();
+    const ListNote note = read_note();
     await_token();
     multiply_queries();
     await_value();
@@ -239,7 +266,8 @@ struct Consumer {
     pin(scores);
     pass_token();
     release_key();
-    if (tile >= unmasked) mask(tile);
+    if constexpr (S::kLists) mask_listed(note);
+    else if (tile >= unmasked) mask(tile * kKeys, keys);
     float correction[2];
     const bool raised = raise(factor, correction);
     products_wait<0>();
@@ -248,6 +276,7 @@ struct Consumer {
     release_value(v.stage);
     v.advance();
     exponentiate(factor);
+    if constexpr (S::kLists) clear_values_after_end(note);
   }
 
   /// The whole sum of each row, keys that stand for padding included.
@@ -335,11 +364,19 @@ struct Consumer {
   }
 
   /// Rows go out through the group's own Q tile: a whole tile by the copy engine, others row by row.
-  __device__ __forceinline__ void write(const Task& task, std::uint32_t number, std::uint32_t tile,
+  __device__ __forceinline__ void write(const typename S::Item& task, std::uint32_t number, std::uint32_t tile,
                                         float (&factor)[2]) {
     const int warp = thread / kWarpThreads, warp_row = warp * 16, row = warp_row + lane / 4;
     const int rows = task.rows - first_row;
     unsigned finished = (row < rows) | (row + 8 < rows) << 1;
+    int before = 0;  // rows of the group that are not of the query range
+    if constexpr (S::kLists) {
+      before = task.first_row - first_row;
+      finished &= (row >= before) | (row + 8 >= before) << 1;
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j)  // rows without keys: weights of 0 times whatever lay there
+        if (sum[j / 2 % 2] == 0.0f) out[j] = 0.0f;
+    }
     if constexpr (S::kMerges) {
       finished = merge(task, number, first_row + row, factor);
       factor[0] = factor[1] = 1.0f;
@@ -354,7 +391,7 @@ struct Consumer {
       store_word(place, cuda::pack<T>(out[4 * j] * factor[0], out[4 * j + 1] * factor[0]));
       store_word(place + 1024, cuda::pack<T>(out[4 * j + 2] * factor[1], out[4 * j + 3] * factor[1]));
     }
-    const bool whole = rows >= kGroupRows && !S::kMerges;
+    const bool whole = rows >= kGroupRows && before <= 0 && !S::kMerges;
     if (!whole) {
       __syncwarp();
       constexpr int kChunks = kColumns / 8;
@@ -383,7 +420,7 @@ struct Consumer {
 
   /// Ends an item and begins the next: its first Q K^T runs while this one's rows are written.
   __device__ __forceinline__ bool end_and_begin(float factor) {
-    const Task& task = tasks[taken % kTaskSlots][packed_index];
+    const auto& task = tasks[taken % kTaskSlots][packed_index];
     const std::uint32_t slot = q.stage, tile = q_tile;
     const int unneeded = skipped_after;
     await_value();
@@ -394,10 +431,14 @@ struct Consumer {
     finish_sums(task, correction);
     if constexpr (!S::kMerges) {
       const int row = first_row + thread / kWarpThreads * 16 + lane / 4;
-      if (row < task.rows) write_lse(task, row, 0);
-      if (row + 8 < task.rows) write_lse(task, row + 8, 1);
+      const auto exists = [&](int own) {
+        if constexpr (S::kLists) return own < task.rows && own >= task.first_row;
+        else return own < task.rows;
+      };
+      if (exists(row)) write_lse(task, row, 0);
+      if (exists(row + 8)) write_lse(task, row + 8, 1);
     }
-    const bool early = unneeded || (!S::kSkipsHolding && (a.base.causal || a.packed > 1));
+    const bool early = !S::kLists && (unneeded || (!S::kSkipsHolding && (a.base.causal || a.packed > 1)));
     if (early) {
       products_wait<0>();
       release_value(last);

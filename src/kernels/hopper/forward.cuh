@@ -20,10 +20,12 @@ namespace longspan::hopper {
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant__ HopperLaunch a) {
   extern __shared__ char raw[];
-  __shared__ typename S::Tasks tasks;
+  __shared__ typename S::Tasks tasks[S::kStreams];
+  __shared__ typename S::Notes notes[S::kStreams];
   __shared__ typename S::Shares shares;
-  const Memory<S> memory{(cuda::shared_address(raw) + 1023) & ~1023u};
-  if (threadIdx.x == 0) {
+  const std::uint32_t base = (cuda::shared_address(raw) + 1023) & ~1023u;
+  if (threadIdx.x < S::kStreams) {
+    const Memory<S> memory{base + threadIdx.x * Memory<S>::kStream};
     for (std::uint32_t slot = 0; slot < S::kQuerySlots; ++slot) {
       barrier_init(memory.query_full(slot), 1);
       barrier_init(memory.query_free(slot), S::kGroups);
@@ -44,7 +46,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
   }
   if constexpr (S::kHasZeros) {
     for (std::uint32_t i = threadIdx.x * 16; i < Memory<S>::kZeros; i += S::kThreads * 16)
-      store_zeros(memory.zeros() + i);
+      store_zeros(Memory<S>{base}.zeros() + i);
   }
   fence_shared();
   __syncthreads();
@@ -52,10 +54,16 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
   const int group = uniform(threadIdx.x / kGroupThreads);
   if (group == 0) {
     give_registers<S::kProducerRegisters>();
-    Producer<S>{a, memory, tasks, shares}.run();
+    // Warps are dealt out to streams; a stream alone has the four of them.
+    constexpr int kWarps = 4 / S::kStreams;
+    const int warp = threadIdx.x / kWarpThreads, stream = S::kStreams == 1 ? 0 : warp / kWarps;
+    const Memory<S> memory{base + stream * Memory<S>::kStream};
+    Producer<S>{a, memory, tasks[stream], notes[stream], shares, stream}.run(warp - stream * kWarps);
   } else {
     take_registers<S::kConsumerRegisters>();
-    Consumer<S>(a, memory, tasks, shares, group - 1).run();
+    const int stream = S::kStreams == 1 ? 0 : (group - 1) / S::kGroups;
+    const Memory<S> memory{base + stream * Memory<S>::kStream};
+    Consumer<S>(a, memory, tasks[stream], notes[stream], shares, stream, group - 1 - stream * S::kGroups).run();
   }
 }
 
@@ -70,9 +78,19 @@ cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cuda
     return launch.base.merges ? run.template operator()<true, kColumns, kGroups, kKeys, kStages>()
                               : run.template operator()<false, kColumns, kGroups, kKeys, kStages>();
   };
+  const auto run_lists = [&]<int kColumns, int kKeys, int kStages, int kStreams>() {
+    using S = Shape<T, false, kColumns, 2, kKeys, kStages, kStreams, true>;
+    return cuda::start<&forward<S>>(choice.blocks, S::kThreads, Memory<S>::kBytes, stream, launch);
+  };
   const auto is = [&](int columns, int groups, int keys, int stages) {
     return choice.columns == columns && choice.groups == groups && choice.keys == keys && choice.stages == stages;
   };
+  if (choice.lists) {
+    if (is(64, 2, 64, 4)) return run_lists.template operator()<64, 64, 4, 2>();
+    if (is(128, 2, 64, 4)) return run_lists.template operator()<128, 64, 4, 1>();
+    if (is(128, 2, 128, 2)) return run_lists.template operator()<128, 128, 2, 1>();
+    return cudaErrorInvalidValue;
+  }
   if (is(48, 3, 128, 3)) return run.template operator()<true, 48, 3, 128, 3>();
   if (is(48, 4, 64, 4)) return run.template operator()<true, 48, 4, 64, 4>();
   if (is(64, 3, 128, 3)) return run.template operator()<true, 64, 3, 128, 3>();

@@ -36,7 +36,7 @@ bool is_whole(const cuda::Launch& base) {
 /// Whether uncovered rows are whole phases of every head, so that boxes of zeros fill them.
 bool fills_by_boxes(const ForwardArguments& a, const cuda::Launch& base) {
   const std::int64_t tokens = a.plan.problem().tokens;
-  if (a.plan.problem().head_dim > kWidestWithZeros) return false;
+  if (a.plan.problem().head_dim > kWidestWithZeros || has_masks(a.plan)) return false;
   if (!base.fill || base.merges || base.lengths || !is_whole(base)) return false;
   if (static_cast<double>(base.batch) * base.heads * static_cast<double>(tokens) > 1e9) return false;
   return std::all_of(a.plan.branches().begin(), a.plan.branches().end(), [&](const BranchPlan& branch) {
@@ -52,7 +52,7 @@ bool takes_turns(const Plan& plan) {
   if (plan.merges_branches()) return false;
   const Choice choice = choose(plan);
   if (plan.items(choice.groups * kGroupRows) <= kTurns * choice.packed * multiprocessors(problem)) return true;
-  if (plan.options().causal || problem.has_lengths) return false;
+  if (plan.options().causal || problem.has_lengths || has_masks(plan)) return false;
   const auto strand = [&](const BranchPlan& b) { return std::min(b.segment, problem.tokens) / dilation_of(b); };
   return std::all_of(plan.branches().begin(), plan.branches().end(),
                      [&](const BranchPlan& branch) { return strand(branch) == strand(plan.branches()[0]); });
@@ -105,15 +105,16 @@ void forward(const ForwardArguments& a) {
     launch.packed = choice.packed;
     const unsigned taken =
         (launch.items + static_cast<unsigned>(choice.packed) - 1) / static_cast<unsigned>(choice.packed);
-    choice.blocks =
-        static_cast<int>(std::min<std::int64_t>(multiprocessors(problem), std::max(taken, launch.fill_items)));
+    const unsigned streams = static_cast<unsigned>(choice.streams);
+    choice.blocks = static_cast<int>(
+        std::min<std::int64_t>(multiprocessors(problem), (std::max(taken, launch.fill_items) + streams - 1) / streams));
     launch.ticket = base.ticket;
     if (counts && !launch.ticket) {
       launch.ticket = reinterpret_cast<unsigned*>(a.workspace + cuda::layout(a.plan, Pass::forward, true).total);
       cuda::check(cudaMemsetAsync(launch.ticket, 0, sizeof(unsigned), stream), "clearing a counter");
     }
     // Off a counter items are better taken late, but strands of few tiles leave little time to look them up.
-    launch.ahead = !launch.ticket ? 4 : choice.groups == 4 ? 3 : 2;
+    launch.ahead = !launch.ticket ? 4 : choice.groups == 4 || choice.lists ? 3 : 2;
     const auto run = a.q.dtype == DType::bf16 ? forward_bf16 : forward_f16;
     cuda::check(run(launch, choice, stream), "starting the Hopper forward kernel");
   });
@@ -143,6 +144,15 @@ Choice choose(const Plan& plan) {
     choice.columns = columns;
     if (problem.head_dim <= columns) break;
   }
+  choice.lists = has_masks(plan);
+  if (choice.lists) {
+    // Tiles of 128 rows, as few lists as the masks have. Narrow heads leave registers for two of them in a block.
+    choice.columns = problem.head_dim <= 64 ? 64 : 128;
+    choice.streams = choice.columns == 64 ? 2 : 1;
+    if (choice.columns == 128 && smallest_block(plan) >= 128) set(2, 128, 2);
+    else set(2, 64, 4);
+    return choice;
+  }
   if (choice.columns > 192) set(2, 48, 2);
   else if (choice.columns > 128) set(2, 80, 2);
   else if (choice.columns > 64) set(3, 80, 3);
@@ -155,10 +165,11 @@ Choice choose(const Plan& plan) {
 }
 
 std::string to_string(const Choice& choice) {
-  return fmt::format("{} x {} tiles for strands of about {} rows{}, head dim as {}, {} stages",
+  return fmt::format("{} x {} tiles for strands of about {} rows{}{}, head dim as {}, {} stages",
                      choice.groups * kGroupRows, choice.keys, choice.strand,
-                     choice.packed > 1 ? fmt::format(", {} to a tile", choice.packed) : "", choice.columns,
-                     choice.stages);
+                     choice.packed > 1 ? fmt::format(", {} to a tile", choice.packed) : "",
+                     choice.lists ? fmt::format(" by lists of blocks, {} side by side", choice.streams) : "",
+                     choice.columns, choice.stages);
 }
 
 const Kernel kKernel = {"hopper-wgmma", can_run, workspace_bytes, forward, backward};

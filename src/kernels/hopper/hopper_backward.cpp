@@ -148,6 +148,7 @@ Verdict can_run_backward(const Plan& plan) {
   if (problem.head_dim > kWidest)
     return no("takes head dims up to {} in the backward, here it is {}", kWidest, problem.head_dim);
   if (plan.options().detached_mix) return no("has no detached_mix");
+  if (has_masks(plan)) return no("has no block masks in the backward");
   const std::int64_t rows = sum_rows(plan), columns = sum_columns(problem);
   const double rows_of_dq =
       static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.query_rows);

@@ -50,4 +50,11 @@ struct Task {
   int branch, range, length, position, padding;
 };
 
+/// An item whose keys are what a list of a block mask names: tiles, in the order of the list.
+struct ListTask : Task {
+  bool listed;  // else the branch has no mask: all keys in order
+  cuda::BlockWalk list;
+  int first_row;  // rows of the tile before it are not of this query range
+};
+
 }  // namespace longspan::hopper

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 
 #include "kernels/cuda/call.h"
@@ -17,6 +18,7 @@ namespace {
 constexpr int kCompute = 90;           // instructions of sm_90a run on 9.0 and on nothing else, newer or older
 constexpr int kOldestDriver = 12010;   // whose launches take more than 4 KB of parameters
 constexpr int kSharedBytes = 232'000;  // most of any shape
+constexpr std::int64_t kWidestWithMasks = 128;
 constexpr std::int64_t kMost = std::numeric_limits<int>::max();
 
 using Encode = PFN_cuTensorMapEncodeTiled_v12000;
@@ -38,25 +40,86 @@ Encode encoder() {
   return found;
 }
 
+/// Blocks are cut into tiles of keys of 64 or 128, and only shapes of narrow heads read lists.
+Verdict fits_masks(const Plan& plan) {
+  if (!has_masks(plan)) return yes();
+  if (smallest_block(plan) < kGroupRows)
+    return no("takes block masks of blocks of 64 and 128, here they are of {}", smallest_block(plan));
+  if (plan.problem().head_dim > kWidestWithMasks)
+    return no("takes block masks at head dims up to {}, here it is {}", kWidestWithMasks, plan.problem().head_dim);
+  if (plan.merges_branches()) return no("takes no block masks where branches share rows");
+  return yes();
+}
+
+}  // namespace
+
+bool has_masks(const Plan& plan) {
+  return std::any_of(plan.branches().begin(), plan.branches().end(),
+                     [](const BranchPlan& branch) { return branch.mask.has_value(); });
+}
+
+int smallest_block(const Plan& plan) {
+  int smallest = std::numeric_limits<int>::max();
+  for (const BranchPlan& branch : plan.branches()) {
+    if (branch.mask) smallest = std::min(smallest, branch.mask->block_size());
+  }
+  return smallest;
+}
+
+namespace {
+
+/// Everything that a map of ours says.
+struct MapKey {
+  const void* data;
+  DType dtype;
+  std::uint32_t box_rows;
+  std::array<cuuint64_t, 5> sizes;
+  std::array<cuuint64_t, 4> strides;  // bytes
+  bool operator==(const MapKey&) const = default;
+  /// Addresses differ in their upper bits, which the product brings together.
+  std::size_t place() const {
+    const std::uint64_t mixed = reinterpret_cast<std::uintptr_t>(data) + sizes[1] * 31 + sizes[2] * 977 + box_rows;
+    return static_cast<std::size_t>(mixed * 0x9E37'79B9'7F4A'7C15u >> 56);
+  }
+};
+
+bool encode(CUtensorMap& map, const MapKey& key) {
+  const cuuint32_t box[5] = {kBlockColumns, key.box_rows, 1, 1, 1}, every[5] = {1, 1, 1, 1, 1};
+  // A promotion to 256 bytes would fetch neighbouring heads that nobody wants.
+  return encoder()(&map, key.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                   5, const_cast<void*>(key.data), key.sizes.data(), key.strides.data(), box, every,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+/// Maps of earlier calls of this thread: making one takes 0.1 us, a call has up to a hundred, and steps of a loop find
+/// their tensors where the step before had them.
+struct KeptMap {
+  MapKey key;
+  CUtensorMap map;
+};
+thread_local std::array<KeptMap, 256> kept_maps;
+
 }  // namespace
 
 bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation, std::int64_t rows, int box_rows) {
   const std::uint64_t element = static_cast<std::uint64_t>(size_of(view.dtype));
   const auto extent = [](std::int64_t size) { return static_cast<cuuint64_t>(std::max<std::int64_t>(size, 1)); };
-  const cuuint64_t sizes[5] = {extent(view.columns()), extent(rows), extent(dilation), extent(view.heads()),
-                               extent(view.batch())};
+  MapKey key{view.data, view.dtype, static_cast<std::uint32_t>(box_rows), {}, {}};
+  key.sizes = {extent(view.columns()), extent(rows), extent(dilation), extent(view.heads()), extent(view.batch())};
   const std::int64_t steps[4] = {view.strides[1] * dilation, view.strides[1], view.strides[2], view.strides[0]};
-  cuuint64_t strides[4];
-  for (int d = 0; d < 4; ++d) {
-    if (sizes[d + 1] > 1 && steps[d] <= 0) return false;
-    strides[d] = sizes[d + 1] > 1 ? static_cast<cuuint64_t>(steps[d]) * element : 16;
+  for (std::size_t d = 0; d < 4; ++d) {
+    if (key.sizes[d + 1] > 1 && steps[d] <= 0) return false;
+    key.strides[d] = key.sizes[d + 1] > 1 ? static_cast<cuuint64_t>(steps[d]) * element : 16;
   }
-  const cuuint32_t box[5] = {kBlockColumns, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, every[5] = {1, 1, 1, 1, 1};
-  // A promotion to 256 bytes would fetch neighbouring heads that nobody wants.
-  return encoder()(&map, view.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                   5, const_cast<void*>(view.data), sizes, strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  KeptMap& kept = kept_maps[key.place()];
+  if (kept.key == key) {
+    map = kept.map;
+    return true;
+  }
+  if (!encode(map, key)) return false;
+  kept = {key, map};
+  return true;
 }
 
 std::int64_t dilation_of(const BranchPlan& branch) { return std::min(branch.dilation, kMost); }
@@ -83,9 +146,7 @@ Verdict fits(const Plan& plan) {
     return no("loads rows by the copy engine: addresses and strides must be multiples of 16 bytes, here of {}",
               problem.alignment);
   if (problem.has_key_mask) return no("has no key_mask");
-  for (const BranchPlan& branch : plan.branches()) {
-    if (branch.mask) return no("has no block masks");
-  }
+  if (Verdict verdict = fits_masks(plan); !verdict.ok) return verdict;
   if (problem.has_alibi) return no("has no ALiBi");
   if (problem.has_pieces) return no("takes keys in one piece");
   if (plan.options().dropout > 0) return no("has no dropout, here it is {}", plan.options().dropout);

@@ -18,6 +18,10 @@ bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation
 template <class Launch, class Make>
 bool for_each_map(Launch& launch, const Plan& plan, Make&& make);
 
+bool has_masks(const Plan& plan);
+/// Rows of the smallest block of any branch's mask.
+int smallest_block(const Plan& plan);
+
 std::int64_t dilation_of(const BranchPlan& branch);
 /// Maps of a branch: one, or two where phases differ in length.
 int maps_of(const BranchPlan& branch, const Problem& problem);

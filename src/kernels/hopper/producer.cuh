@@ -2,6 +2,7 @@
 // covers.
 #pragma once
 
+#include "kernels/hopper/lists.cuh"
 #include "kernels/hopper/shape.cuh"
 
 namespace longspan::hopper {
@@ -14,7 +15,13 @@ struct Producer {
   const HopperLaunch& a;
   const Memory<S> memory;
   typename S::Tasks& tasks;
+  typename S::Notes& notes;
   typename S::Shares& shares;
+  const int stream;
+
+  /// Streams of all blocks, and which of them this is.
+  __device__ __forceinline__ unsigned workers() const { return gridDim.x * S::kStreams; }
+  __device__ __forceinline__ unsigned worker() const { return blockIdx.x * S::kStreams + stream; }
 
   /// One off the counter for the whole warp.
   __device__ __forceinline__ unsigned take(int lane) const {
@@ -24,21 +31,21 @@ struct Producer {
   }
   __device__ __forceinline__ unsigned first_item(int lane) const {
     // Branches that wait for others need items in the order in which blocks come to run.
-    return S::kMerges ? take(lane) : blockIdx.x;
+    return S::kMerges ? take(lane) : worker();
   }
   __device__ __forceinline__ unsigned next_item(unsigned item, int lane) const {
     if (!a.ticket) {
       // In turn, but each round a few places on: a strand's last tile is the shortest, and where the number of tiles
       // divides that of blocks one block would get all of them. Items that get shorter go there and back instead.
-      const unsigned round = item / gridDim.x, place = item - round * gridDim.x;
-      return (round + 1) * gridDim.x + (a.base.causal ? gridDim.x - 1 - place : (place + kRotation) % gridDim.x);
+      const unsigned round = item / workers(), place = item - round * workers();
+      return (round + 1) * workers() + (a.base.causal ? workers() - 1 - place : (place + kRotation) % workers());
     }
-    return take(lane) + (S::kMerges ? 0 : gridDim.x);
+    return take(lane) + (S::kMerges ? 0 : workers());
   }
 
   /// Fills in the task of an item; an empty one if it has no rows (strands differ in length, items are counted for the
   /// longest). One thread does this, a few instructions after the other: divisions are what it spends its time on.
-  __device__ __forceinline__ void describe(unsigned flat, Task& task) const {
+  __device__ __forceinline__ void describe(unsigned flat, typename S::Item& task) const {
     task = {};
     if (flat >= a.items) return;
     const cuda::Item item = a.base.decode(flat);
@@ -47,21 +54,30 @@ struct Producer {
     const cuda::StrandRows strand = branch.strand(item.head, item.segment, length);
     const cuda::StrandQueries queries = a.whole ? cuda::StrandQueries{0, strand.count, strand.start}
                                                 : cuda::queries_of(strand, a.base.ranges[item.range]);
-    const int before = item.tile * S::kRows, rows = min(S::kRows, queries.count - before);
-    if (rows <= 0) {
+    // Tiles of a branch with a block mask lie on the strand's grid: the first may begin before the range.
+    const bool masked = S::kLists && a.base.lists[item.branch].places;
+    const int before = item.tile * S::kRows - (masked ? queries.begin : 0);
+    const int rows = min(S::kRows, queries.count - before), first_row = S::kLists ? max(0, -before) : 0;
+    if (rows <= first_row) {
       if constexpr (S::kMerges) atomicAdd(a.finished(item.branch, item.range, item.entry, item.head), 1u);
       return;
     }
     const int first = queries.begin + before, q_row = static_cast<int>(queries.q_row) + before * strand.stride;
     const int last_key = a.base.causal ? min(strand.count, first + rows) : strand.count;
     task.tiles = (last_key + S::kKeys - 1) / S::kKeys;
+    if constexpr (S::kLists) {
+      task.first_row = first_row;
+      if (masked) task.tiles = find_list<S>(a.base.lists[item.branch], item, strand.count, task);
+    }
     task.keys = strand.count;
     task.first_query = first;
     task.rows = rows;
     task.k_index = strand.start / strand.stride;
     task.k_phase = strand.start - task.k_index * strand.stride;
     task.k_map = a.map(item.branch, task.k_phase, a.longer_keys[item.branch]);
-    task.q_index = a.whole ? task.k_index + before : q_row / strand.stride;
+    task.q_index = a.whole     ? task.k_index + before
+                   : S::kLists ? first_index(q_row, before, strand.stride)
+                               : q_row / strand.stride;
     task.q_phase = q_row - task.q_index * strand.stride;
     task.q_map = a.map(item.branch, task.q_phase, a.longer_queries[item.branch]);
     task.head = item.head;
@@ -76,7 +92,7 @@ struct Producer {
     task.padding = branch.padding(strand, length, a.base.causal);
   }
   /// Looks for work from `item` on: one item of the table, or several whose strands are short, by a thread each.
-  __device__ __forceinline__ void find(unsigned& item, Task* task, int lane) const {
+  __device__ __forceinline__ void find(unsigned& item, typename S::Item* task, int lane) const {
     for (;; item = next_item(item, lane)) {
       const bool none = item * a.packed >= a.items;
       int tiles = 0, below = 0, total = 0;
@@ -226,14 +242,17 @@ struct Producer {
       }
     }
   };
-  __device__ __forceinline__ void load_tile(const CUtensorMap* maps, std::uint32_t target, std::uint32_t full,
-                                            const Cursor& at) const {
-    const Task& task = *at.task;
+  __device__ __forceinline__ void load_keys(const CUtensorMap* maps, std::uint32_t target, std::uint32_t full,
+                                            const Task& task, int first_key) const {
     arrive_and_expect(full, S::kKeyBytes);
 #pragma unroll
     for (int block = 0; block < S::kBlocks; ++block)
       load_box(target + block * S::kKeyBlock, maps + task.k_map, full,
-               {block * kBlockColumns, task.k_index + at.tile * S::kKeys, task.k_phase, task.kv_head, task.entry});
+               {block * kBlockColumns, task.k_index + first_key, task.k_phase, task.kv_head, task.entry});
+  }
+  __device__ __forceinline__ void load_tile(const CUtensorMap* maps, std::uint32_t target, std::uint32_t full,
+                                            const Cursor& at) const {
+    load_keys(maps, target, full, *at.task, at.tile * S::kKeys);
   }
 
   __device__ __forceinline__ void load() const {
@@ -281,6 +300,51 @@ struct Producer {
           v.advance();
           value.advance();
         }
+      }
+    }
+  }
+
+  /// The same for items with lists: tiles in the order of the list, each with a note on what to mask.
+  __device__ __forceinline__ void load_lists() const {
+    Ring<S::kStages> k{0, 1}, v{0, 1};
+    Ring<S::kQuerySlots> q{0, 1};
+    Ring<kTaskSlots> ready;
+    for (;; q.advance(), ready.advance()) {
+      wait(memory.task_full(ready.stage), ready.parity);
+      const ListTask& task = tasks[ready.stage][0];
+      const int tiles = task.tiles;
+      const std::uint32_t full = memory.query_full(q.stage);
+      wait(memory.query_free(q.stage), q.parity);
+      if (tiles < 0) {
+        arrive(full);
+        return;
+      }
+      arrive_and_expect(full, S::kQueryBytes);
+#pragma unroll
+      for (int i = 0; i < S::kGroups * S::kBlocks; ++i)
+        load_box(memory.queries(q.stage) + i * S::kQueryBlock, &a.q[task.q_map], full,
+                 {i % S::kBlocks * kBlockColumns, task.q_index + i / S::kBlocks * kGroupRows, task.q_phase, task.head,
+                  task.entry});
+      ListCursor<S> at(task);
+      int last = 0;
+#pragma unroll 1
+      for (int tile = 0; tile <= tiles; ++tile) {
+        int next = 0;
+        if (tile < tiles) {
+          next = at.first_key();
+          const int note = at.note(a.base.causal);
+          wait(memory.key_free(k.stage), k.parity);
+          notes[k.stage] = note;
+          load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), task, next);
+          k.advance();
+          at.advance();
+        }
+        if (tile > 0) {
+          wait(memory.value_free(v.stage), v.parity);
+          load_keys(a.v, memory.values(v.stage), memory.value_full(v.stage), task, last);
+          v.advance();
+        }
+        last = next;
       }
     }
   }
@@ -337,22 +401,33 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void run() const {
+  /// Zeros to rows that no branch covers, where boxes do not fit: `workers` warps share them.
+  __device__ __forceinline__ void fill_rows(unsigned worker, unsigned workers) const {
+#pragma unroll 1
+    for (unsigned i = worker; i < a.fill_items; i += workers)
+      cuda::fill_uncovered<T>(a.base, a.base.decode(a.items + i), 0, 1);
+  }
+
+  /// One warp of a stream's.
+  __device__ __forceinline__ void run(int warp) const {
     constexpr unsigned kFirstFill = S::kMerges ? 3 : 2, kFillWarps = 4 - kFirstFill;
-    const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+    const int lane = threadIdx.x % kWarpThreads;
     if (warp == 0) {
-      if (lane == 0) load();
+      if constexpr (S::kLists) {
+        if (lane == 0) load_lists();
+      } else {
+        if (lane == 0) load();
+      }
     } else if (warp == 1) {
       schedule(lane);
+      if constexpr (S::kStreams > 1) fill_rows(worker(), workers());  // no warp is left for it
     } else if (S::kMerges && warp == 2) {
       if constexpr (S::kMerges) bring_state(lane);
     } else if (S::kHasZeros && a.fill_boxes) {
       if (warp == 2) fill_lse(blockIdx.x, gridDim.x, lane);
       else if (lane == 0) fill_boxes();
     } else {
-#pragma unroll 1
-      for (unsigned i = (warp - kFirstFill) * gridDim.x + blockIdx.x; i < a.fill_items; i += kFillWarps * gridDim.x)
-        cuda::fill_uncovered<T>(a.base, a.base.decode(a.items + i), 0, 1);
+      fill_rows((warp - kFirstFill) * gridDim.x + blockIdx.x, kFillWarps * gridDim.x);
     }
   }
 };

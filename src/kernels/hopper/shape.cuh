@@ -1,6 +1,8 @@
 // Tile shapes of the Hopper forward, and what lies where in a block's shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/fill.cuh"
 #include "kernels/hopper/launch.h"
 #include "kernels/hopper/ptx.cuh"
@@ -13,12 +15,17 @@ inline constexpr int kGroupThreads = 128;
 inline constexpr int kTaskSlots = 4;
 
 /// kMerges: several branches may share rows, which are then handed from one to the next.
-template <class T, bool kMergesValue, int kColumnsValue, int kGroupsValue, int kKeysValue, int kStagesValue>
+/// kStreams: items that a block works on side by side, each with groups and shared memory of its own.
+/// kLists: keys are those that lists of a block mask name (lists.cuh).
+template <class T, bool kMergesValue, int kColumnsValue, int kGroupsValue, int kKeysValue, int kStagesValue,
+          int kStreamsValue = 1, bool kListsValue = false>
 struct Shape {
   using Element = T;
   static constexpr bool kMerges = kMergesValue;
   static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
-  static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kGroups + 1);
+  static constexpr int kStreams = kStreamsValue, kAllGroups = kGroups * kStreams;
+  static constexpr bool kLists = kListsValue;
+  static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kAllGroups + 1);
   static constexpr int kQuerySlots = kGroups == 4 && !kMerges ? 3 : 2;  // short strands need Q early
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
   // Blocks of 64 columns: rows of 128 bytes, one block after the other.
@@ -26,18 +33,20 @@ struct Shape {
   static constexpr std::uint32_t kQueryBytes = kGroupBytes * kGroups;
   static constexpr std::uint32_t kKeyBlock = kKeys * 128, kKeyBytes = kKeyBlock * kBlocks;
   // After setmaxnreg the groups together may hold what they were launched with: 65536 / kThreads, in steps of 8.
-  static constexpr int kConsumerRegisters = kGroups == 4 ? 112 : kGroups == 3 ? 160 : 232;
-  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
-  static_assert(kGroups * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * (kGroups + 1));
+  static constexpr int kConsumerRegisters = kAllGroups == 4 ? 112 : kAllGroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kAllGroups == 2 ? 40 : 32;
+  static_assert(kAllGroups * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * (kAllGroups + 1));
   // Tiles that a group hands on without need before its own; whether it may still hold a stage of V meanwhile.
   static constexpr int kMostSkipped = ((kGroups - 1) * kGroupRows + kKeys - 1) / kKeys;
   static constexpr bool kSkipsHolding = kMostSkipped < kStages;
-  static constexpr bool kHasZeros = !kMerges && kColumns <= kWidestWithZeros;
+  static constexpr bool kHasZeros = !kMerges && !kLists && kColumns <= kWidestWithZeros;
   // What earlier branches left of an item's rows is brought to shared memory where there is room. Rows are kept apart
   // by 32 bytes, so that four of them are in different banks.
   static constexpr bool kHoldsState = kMerges && kColumns <= 64;
   static constexpr std::uint32_t kStateRow = kColumns * 4 + 32;
-  using Tasks = Task[kTaskSlots][kMerges ? 1 : kGroups];
+  using Item = std::conditional_t<kLists, ListTask, Task>;
+  using Tasks = Item[kTaskSlots][kMerges || kLists ? 1 : kGroups];
+  using Notes = int[kLists ? kStages : 1];
   /// How rows of an item are shared between branches: maximum and sum that earlier ones left, and whether there are
   /// earlier (1) and later ones (2).
   struct Shares {
@@ -52,8 +61,10 @@ struct Memory {
   static constexpr std::uint32_t kZeros = S::kHasZeros ? kGroupRows * 128 : 0;
   static constexpr std::uint32_t kState = S::kHoldsState ? S::kRows * S::kStateRow : 0;
   static constexpr std::uint32_t kBarriers = 8 * (2 * S::kQuerySlots + 4 * S::kStages + 3 * kTaskSlots);
-  static constexpr int kBytes = static_cast<int>(1024 + S::kQuerySlots * S::kQueryBytes +
-                                                 2 * S::kStages * S::kKeyBytes + kZeros + kState + kBarriers);
+  static constexpr std::uint32_t kUsed =
+      S::kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kState + kBarriers;
+  static constexpr std::uint32_t kStream = (kUsed + 1023) / 1024 * 1024;  // from a stream to the next
+  static constexpr int kBytes = static_cast<int>(1024 + (S::kStreams - 1) * kStream + kUsed);
   std::uint32_t base;
 
   __device__ __forceinline__ std::uint32_t queries(std::uint32_t slot) const { return base + slot * S::kQueryBytes; }

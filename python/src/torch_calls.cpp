@@ -1,0 +1,173 @@
+// Calls of the operator on torch tensors in plain eager mode: from tensors to the kernel's launch without Python in
+// between, as far as the exchange API and a few of torch's own functions go.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <vector>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "call.h"
+#include "exchange.h"
+#include "longspan/attention.h"
+#include "longspan/error.h"
+#include "signal_check.h"
+
+namespace longspan::python {
+namespace {
+
+using namespace nb::literals;
+
+/// What it needs of torch, handed over by longspan.torch.operator.
+struct TorchParts {
+  nb::object tensor_types;      // tuple of the classes that are plain
+  nb::object observers;         // functions; one that returns true wants to see operators
+  nb::object autocast_enabled;  // (device type) -> bool
+  nb::object grad_enabled;
+  nb::object empty_like;             // in the same strides
+  nb::object contiguous_empty_like;  // costs torch a third more
+  nb::object empty_f32;              // (like, shape)
+  nb::object empty_f64;
+};
+
+class TorchCalls {
+ public:
+  TorchCalls(nb::handle capsule, TorchParts parts) : parts_(std::move(parts)), table_(ExchangeTable::of(capsule)) {
+    if (!table_) throw Unsupported("this exchange API has no version known here");
+    for (nb::handle type : parts_.tensor_types) types_.push_back(type.ptr());
+    for (nb::handle observer : parts_.observers) observers_.push_back(observer);
+  }
+
+  /// How a call may run: 0 through the dispatcher, 1 past it, 2 past it with gradients to record.
+  int mode(nb::handle query, nb::handle key, nb::handle value) const {
+    nb::dlpack::dltensor first;
+    const std::array<nb::handle, 3> tensors = {query, key, value};
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      nb::dlpack::dltensor read;
+      if (!is_plain(tensors[i])) return 0;
+      if (table_->read(tensors[i].ptr(), &read) != 0) {  // meta tensors, sparse ones
+        PyErr_Clear();
+        return 0;
+      }
+      if (!Arrays::takes(read)) return 0;
+      if (i == 0) first = read;
+    }
+    for (nb::handle observer : observers_) {
+      if (is_true(observer())) return 0;
+    }
+    if (is_true(parts_.autocast_enabled(first.device.device_type == nb::device::cuda::value ? cuda_ : cpu_))) return 0;
+    if (!is_true(parts_.grad_enabled())) return 1;
+    for (nb::handle tensor : tensors) {
+      if (is_true(nb::steal(PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr())))) return 2;
+    }
+    return 1;
+  }
+
+  nb::tuple forward(const Attention& attention, nb::handle query, nb::handle key, nb::handle value, bool with_lse,
+                    nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes,
+                    const std::optional<Ranges>& query_ranges, std::uint64_t seed, std::uint64_t seed_pointer) const {
+    Arrays arrays(table_);
+    const ConstTensorView q = arrays.input(query, "q", Role::bnhd), k = arrays.input(key, "k", Role::bnhd),
+                          v = arrays.input(value, "v", Role::bnhd);
+    const nb::object out = empty_like(query, q), lse = with_lse ? empty_lse(query, q) : nb::none();
+    const TensorView out_view = arrays.output(out, "out", Role::bnhd), lse_view = arrays.output(lse, "lse", Role::lse);
+    run(arrays, q.device, {lengths, key_mask, alibi_slopes, query_ranges, seed, seed_pointer},
+        [&](Call& call) { attention.forward(q, k, v, out_view, lse_view, call); });
+    return nb::make_tuple(out, lse);
+  }
+
+  nb::tuple backward(const Attention& attention, nb::object grad_out, nb::handle grad_lse, nb::handle query,
+                     nb::handle key, nb::handle value, nb::handle out, nb::handle lse, nb::handle lengths,
+                     nb::handle key_mask, nb::handle alibi_slopes, const std::optional<Ranges>& query_ranges,
+                     std::uint64_t seed, std::uint64_t seed_pointer) const {
+    Arrays arrays(table_);
+    const auto input = [&](nb::handle tensor, const char* name) { return arrays.input(tensor, name, Role::bnhd); };
+    const ConstTensorView q = input(query, "q"), k = input(key, "k"), v = input(value, "v"), o = input(out, "out"),
+                          l = arrays.input(lse, "lse", Role::lse), dlse = arrays.input(grad_lse, "dlse", Role::lse);
+    ConstTensorView dout = input(grad_out, "dout");
+    if (dout.strides[3] != 1 && dout.columns() > 1) {  // autograd hands over expanded scalars, for example from sum()
+      grad_out = grad_out.attr("contiguous")();
+      dout = input(grad_out, "dout");
+    }
+    const nb::object dq = empty_like(query, q), dk = empty_like(key, k), dv = empty_like(value, v);
+    const auto output = [&](nb::handle tensor, const char* name) { return arrays.output(tensor, name, Role::bnhd); };
+    const TensorView dq_view = output(dq, "dq"), dk_view = output(dk, "dk"), dv_view = output(dv, "dv");
+    run(arrays, q.device, {lengths, key_mask, alibi_slopes, query_ranges, seed, seed_pointer}, [&](Call& call) {
+      call.dlse = dlse;
+      attention.backward(q, k, v, o, l, dout, dq_view, dk_view, dv_view, call);
+    });
+    return nb::make_tuple(dq, dk, dv);
+  }
+
+ private:
+  static bool is_true(const nb::object& object) {
+    const int answer = object.is_valid() ? PyObject_IsTrue(object.ptr()) : -1;
+    if (answer < 0) throw nb::python_error();
+    return answer == 1;
+  }
+  bool is_plain(nb::handle tensor) const {
+    for (PyObject* type : types_) {
+      if (reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())) == type) return true;
+    }
+    return false;
+  }
+  nb::object empty_like(nb::handle tensor, const ConstTensorView& view) const {
+    std::int64_t step = 1;
+    for (std::size_t d = view.sizes.size(); d-- > 0; step *= view.sizes[d]) {
+      if (view.strides[d] != step) return parts_.contiguous_empty_like(tensor);
+    }
+    return parts_.empty_like(tensor);
+  }
+  nb::object empty_lse(nb::handle query, const ConstTensorView& q) const {
+    const nb::tuple shape = nb::make_tuple(q.batch(), q.heads(), q.rows());
+    return (q.dtype == DType::f64 ? parts_.empty_f64 : parts_.empty_f32)(query, shape);
+  }
+  /// Workspace and stream are torch's. Its memory may go back when the call returns: torch lends it again to later work
+  /// of the same stream only.
+  template <class Work>
+  void run(Arrays& arrays, Device device, const CallArguments& arguments, Work&& work) const {
+    SignalCheck signals;
+    ExchangeMemory memory(*table_, device);
+    OwnedCall owned(arrays, arguments, signals);
+    owned.call.stream = memory.current_stream();
+    if (device.type == DeviceType::cuda)
+      owned.call.allocate = [&memory](std::size_t bytes) { return memory.allocate(bytes); };
+    signals.run([&] { work(owned.call); });
+  }
+
+  TorchParts parts_;
+  const ExchangeTable* table_;
+  std::vector<PyObject*> types_;
+  std::vector<nb::handle> observers_;
+  nb::str requires_grad_{"requires_grad"}, cpu_{"cpu"}, cuda_{"cuda"};
+};
+
+}  // namespace
+
+void bind_torch_calls(nb::module_& module) {
+  nb::class_<TorchCalls>(module, "TorchCalls", "The operator on torch tensors, without Python between.")
+      .def(
+          "__init__",
+          [](TorchCalls* calls, nb::handle exchange, nb::tuple types, nb::tuple observers, nb::object autocast_enabled,
+             nb::object grad_enabled, nb::object empty_like, nb::object contiguous_empty_like, nb::object empty_f32,
+             nb::object empty_f64) {
+            new (calls)
+                TorchCalls(exchange, {std::move(types), std::move(observers), std::move(autocast_enabled),
+                                      std::move(grad_enabled), std::move(empty_like), std::move(contiguous_empty_like),
+                                      std::move(empty_f32), std::move(empty_f64)});
+          },
+          nb::kw_only(), "exchange"_a, "types"_a, "observers"_a, "autocast_enabled"_a, "grad_enabled"_a, "empty_like"_a,
+          "contiguous_empty_like"_a, "empty_f32"_a, "empty_f64"_a)
+      .def("mode", &TorchCalls::mode, "query"_a, "key"_a, "value"_a,
+           "0: through the dispatcher, 1: past it, 2: past it, recording gradients.")
+      .def("forward", &TorchCalls::forward, "attention"_a, "query"_a, "key"_a, "value"_a, "with_lse"_a,
+           "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(),
+           "query_ranges"_a = nb::none(), "seed"_a = 0, "seed_pointer"_a = 0, "(out, lse or None)")
+      .def("backward", &TorchCalls::backward, "attention"_a, "grad_out"_a, "grad_lse"_a.none(), "query"_a, "key"_a,
+           "value"_a, "out"_a, "lse"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(),
+           "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(), "seed"_a = 0, "seed_pointer"_a = 0,
+           "(dq, dk, dv)");
+}
+
+}  // namespace longspan::python

@@ -1,9 +1,10 @@
 // Times forward and backward of named workloads on one GPU and prints one JSON line for each.
 //   sustained: mean of back-to-back calls; burst: median of 7 calls after a pause of 0.25 s (a long run meets the
 //   card's power cap, a short one does not).
-// usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only] [--once] [others | workload...]
-//   some workloads run only when named, or all of these with `others`; --once calls forward once and times nothing, for
-//   profilers
+// usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only | --backward-only] [--once]
+//                           [others | workload...]
+//   some workloads run only when named, or, unless deterministic, with `others`; --once makes one call, of backward after a
+//   forward with --backward-only, and times nothing, for profilers
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -95,16 +96,13 @@ std::vector<Workload> workloads() {
   };
   add_special("dense4k_f32", 4096, 8, DType::f32, [](Options&) {});
   add_special("dense4k_tf32", 4096, 8, DType::f32, [](Options& options) { options.allow_tf32 = true; });
-  add_special("dense16k_d64_deterministic", 16384, 16, DType::bf16,
-              [](Options& options) { options.deterministic = true; });
   for (std::size_t i = 0, count = list.size(); i < count; ++i) {
     const std::string& name = list[i].name;
-    if (name != "dense16k_d64_causal" && name != "dense16k_d128" && name != "seed131k" && name != "seed131k_causal")
-      continue;
+    if (!list[i].always || list[i].dtype != DType::bf16) continue;
     Workload again = list[i];
     again.name += "_deterministic";
     again.options.deterministic = true;
-    again.always = false;
+    again.always = name == "dense16k_d64";
     list.push_back(std::move(again));
   }
   return list;
@@ -176,7 +174,7 @@ Times measure(Body&& body) {
 struct Request {
   Device device{DeviceType::cuda, 0};
   std::string kernel;
-  bool forward_only = false, once = false;
+  bool forward_only = false, backward_only = false, once = false;
 };
 
 void run(const Workload& work, const Request& request) {
@@ -195,32 +193,28 @@ void run(const Workload& work, const Request& request) {
   const PlanTotals totals = plan->totals();
   device_memory::reset_peak(device.index);
   const auto forward_once = [&] { attention.forward(view(q), view(k), view(v), view(out), lse_view); };
-  if (request.once) {
-    forward_once();
-    cuda::check(cudaDeviceSynchronize(), "a call");
-    fmt::print("{{\"workload\": \"{}\"}}\n", work.name);
-    std::fflush(stdout);
-    return;
-  }
-  const Times forward = measure(forward_once);
-  std::string line = fmt::format(
-      R"({{"workload": "{}", "kernel": "{}", "forward_ms": {:.4f}, "forward_burst_ms": {:.4f}, "forward_tflops": {:.1f}, "forward_burst_tflops": {:.1f}, "forward_extra_bytes": {})",
-      work.name, plan->kernel(Pass::forward)->name, forward.sustained, forward.burst,
-      totals.forward_flops / forward.sustained * 1e-9, totals.forward_flops / forward.burst * 1e-9,
-      device_memory::statistics(device.index).peak_used_bytes);
-  if (!request.forward_only) {
+  std::string line =
+      fmt::format(R"({{"workload": "{}", "kernel": "{}")", work.name, plan->kernel(Pass::forward)->name);
+  const auto report = [&](const char* step, const Times& times, double flops) {
+    line += fmt::format(
+        R"(, "{0}_ms": {1:.4f}, "{0}_burst_ms": {2:.4f}, "{0}_tflops": {3:.1f}, "{0}_burst_tflops": {4:.1f}, "{0}_extra_bytes": {5})",
+        step, times.sustained, times.burst, flops / times.sustained * 1e-9, flops / times.burst * 1e-9,
+        device_memory::statistics(device.index).peak_used_bytes);
+  };
+  if (request.backward_only || request.once) forward_once();
+  else report("forward", measure(forward_once), totals.forward_flops);
+  if (request.backward_only || !(request.forward_only || request.once)) {
     const Tensor dout(work, work.dtype, work.head_dim), dq(work, work.dtype, work.head_dim),
         dk(work, work.dtype, work.head_dim), dv(work, work.dtype, work.head_dim);
     device_memory::reset_peak(device.index);
-    const Times backward = measure([&] {
+    const auto backward_once = [&] {
       attention.backward(view(q), view(k), view(v), view(out), lse_view, view(dout), view(dq), view(dk), view(dv));
-    });
-    line += fmt::format(
-        R"(, "backward_kernel": "{}", "backward_ms": {:.4f}, "backward_burst_ms": {:.4f}, "backward_tflops": {:.1f}, "backward_burst_tflops": {:.1f}, "backward_extra_bytes": {})",
-        plan->kernel(Pass::backward)->name, backward.sustained, backward.burst,
-        totals.backward_flops / backward.sustained * 1e-9, totals.backward_flops / backward.burst * 1e-9,
-        device_memory::statistics(device.index).peak_used_bytes);
+    };
+    line += fmt::format(R"(, "backward_kernel": "{}")", plan->kernel(Pass::backward)->name);
+    if (request.once) backward_once();
+    else report("backward", measure(backward_once), totals.backward_flops);
   }
+  cuda::check(cudaDeviceSynchronize(), "a call");
   fmt::print("{}}}\n", line);
   std::fflush(stdout);
   device_memory::trim(device.index);
@@ -234,6 +228,7 @@ int run_all(int argc, char** argv) {
     if (argument == "--device" && i + 1 < argc) request.device.index = std::atoi(argv[++i]);
     else if (argument == "--kernel" && i + 1 < argc) request.kernel = argv[++i];
     else if (argument == "--forward-only") request.forward_only = true;
+    else if (argument == "--backward-only") request.backward_only = true;
     else if (argument == "--once") request.once = true;
     else wanted.emplace_back(argument);
   }
@@ -246,7 +241,7 @@ int run_all(int argc, char** argv) {
     return std::find(wanted.begin(), wanted.end(), name) != wanted.end();
   };
   for (const Workload& work : workloads()) {
-    if (wanted.empty() ? work.always : asked(work.name) || (!work.always && asked("others"))) run(work, request);
+    if (wanted.empty() ? work.always : asked(work.name) || (!work.always && !work.options.deterministic && asked("others"))) run(work, request);
   }
   return 0;
 }

@@ -22,6 +22,8 @@ METRICS = {
     "gigahertz": "sm__cycles_elapsed.avg.per_second",
     "tensor_pipe_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "issue_slots_percent": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "shared_memory_pipe_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "exponentials_percent": "smsp__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
     "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     **{
@@ -41,8 +43,9 @@ def workloads(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines_of(path) if line.startswith("{")]
 
 
-def profile(path: Path) -> dict[str, dict[str, float]]:
-    """By workload, whose names longspan_gpu_bench prints between the profiler's lines."""
+def profile(path: Path, main: str = "forward") -> dict[str, dict]:
+    """By workload, whose names longspan_gpu_bench prints between the profiler's lines: what the kernel `main` does, and
+    the milliseconds of those around it."""
     lines = lines_of(path)
     table = [line for line in lines if line.startswith('"')]
     names = [work["workload"] for work in workloads(path)]
@@ -50,15 +53,35 @@ def profile(path: Path) -> dict[str, dict[str, float]]:
         return {}
     rows = list(csv.reader(table))
     header, units, values = rows[0], rows[1], [row for row in rows[2:] if len(row) == len(rows[0])]
-    result = {}
-    for name, row in zip(names, values):
+    result: dict[str, dict] = {}
+    each = len(values) // max(len(names), 1)  # kernels of a call
+    for i, row in enumerate(values[: each * len(names)]):
         measured = dict(zip(header, zip(row, units)))
-        result[name] = {}
+        found = {}
         for label, metric in METRICS.items():
             if metric in measured and measured[metric][0]:
                 value, unit = measured[metric]
-                result[name][label] = round(float(value.replace(",", "")) * UNITS.get(unit, 1.0), 4)
+                found[label] = round(float(value.replace(",", "")) * UNITS.get(unit, 1.0), 4)
+        kernel = re.split(r"[<(]", measured["Kernel Name"][0])[0].split("::")[-1].split()[-1]
+        into = result.setdefault(names[i // each], {})
+        if kernel == main:
+            into.update(found)
+        else:
+            into[f"{kernel}_milliseconds"] = found.get("milliseconds")
     return result
+
+
+def deterministic_costs(works: list[dict]) -> dict[str, dict[str, float]]:
+    """Times of deterministic backwards over those of the same workload without."""
+    named, suffix = {work["workload"]: work for work in works}, "_deterministic"
+    return {
+        name.removesuffix(suffix): {
+            kind: round(work[field] / named[name.removesuffix(suffix)][field], 3)
+            for kind, field in (("burst", "backward_burst_ms"), ("sustained", "backward_ms"))
+        }
+        for name, work in named.items()
+        if name.endswith(suffix) and name.removesuffix(suffix) in named
+    }
 
 
 def tests(logs: Path) -> dict[str, str]:
@@ -107,7 +130,8 @@ def main() -> int:
     logs = results / "logs"
     portable = workloads(logs / "bench_portable.log")
     chosen = workloads(logs / "bench.log") + workloads(logs / "bench_others.log")
-    for work in chosen + portable:
+    backward = workloads(logs / "bench_backward.log")
+    for work in chosen + portable + backward:
         line = f"{work['workload']:26} {work['kernel']:14}"
         for step in ("forward", "backward"):
             if f"{step}_ms" in work:
@@ -115,14 +139,21 @@ def main() -> int:
                 line += f" {work[f'{step}_tflops']:4.0f} sustained"
         print(line)
     passed, profiled = tests(logs), profile(logs / "profile.log")
-    for name, what in {**passed, **profiled}.items():
-        print(f"{name}: {what}")
+    profiled_backward, costs = profile(logs / "profile_backward.log", "backward"), deterministic_costs(backward)
+    for part in (passed, profiled, profiled_backward, costs):
+        for name, what in part.items():
+            print(f"{name}: {what}")
     if portable:
         command = "scripts/gpu_check.sh (longspan_gpu_bench --kernel cuda-mma)"
         write(results / "h200_cuda.json", {**facts(logs, command), "workloads": portable})
     if chosen:
         command = "scripts/gpu_check.sh (longspan_gpu_bench; longspan_gpu_bench --forward-only others; ncu)"
         write(results / "h200_hopper.json", {**facts(logs, command), "profile": profiled, "workloads": chosen})
+    if backward:
+        command = "scripts/gpu_check.sh (longspan_gpu_bench --backward-only; ncu)"
+        report = {**facts(logs, command), "profile": profiled_backward, "deterministic_cost": costs}
+        report |= {"workloads": backward, "portable": workloads(logs / "bench_backward_portable.log")}
+        write(results / "h200_hopper_backward.json", report)
     checks = {name: lines_of(logs / f"check_{name}.log") for name in ("every", "hopper")}
     if passed or any(checks.values()):
         report = {**facts(logs, "scripts/gpu_check.sh (tests, python, check, sanitizer)"), "tests": passed}
@@ -149,6 +180,8 @@ def main() -> int:
         for part in modules.values():
             for row in part["results"]:
                 print(row["what"], row.get("causal", ""), row.get("times_faster_than_torch", row.get("microseconds")))
+    for line in lines_of(logs / "errors.log"):
+        print(line)
     for name in ("peers", "peers_portable", "peers_blocks"):
         for line in lines_of(logs / f"{name}.log"):
             if not line.startswith(("  ", "W")):

@@ -17,6 +17,7 @@ ALLOWED = {
     "forward": {"R2UR": 0, "LDL": 0, "STL": 0},
     "forward by lists": {"R2UR": 2, "LDL": 0, "STL": 0},
     "backward": {"R2UR": 8, "LDL": 4, "STL": 2},
+    "wide backward": {"R2UR": 42, "LDL": 8, "STL": 2},  # its products have 16 steps
 }
 PRODUCT = "HGMMA"
 
@@ -51,6 +52,8 @@ def main():
         first, last = min(with_products, key=lambda loop: loop[1] - loop[0])
         words = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code[first : last + 1]]
         kind = "backward" if "8backward" in name else "forward by lists" if "Lb1EEEEEv" in name else "forward"
+        if kind == "backward" and "Li256E" in name:
+            kind = "wide backward"
         allowed = ALLOWED[kind]
         found = {word: words.count(word) for word, most in allowed.items() if words.count(word) > most}
         checked += 1

@@ -9,7 +9,8 @@
 #   check      longspan check --random 1000: every kernel, then the Hopper kernels alone on other cases
 #   sanitizer  compute-sanitizer on a reduced set
 #   bench      longspan_gpu_bench, the kernels chosen and the portable ones alone; longspan bench
-#   profile    Nsight Compute on three forwards
+#   backward   longspan_gpu_bench --backward-only, deterministic calls too; errors beside PyTorch's kernels
+#   profile    Nsight Compute on three forwards and three backwards
 #   modules    python -m longspan.bench at 131,072 tokens
 #   peers      bench/gpu_vs_torch.py, the kernels chosen and the portable ones alone
 #   blocks     bench/gpu_vs_torch.py --block-sparse
@@ -22,7 +23,7 @@ programs=$(cd "${1:?folder with the built programs}" && pwd)
 mkdir -p "${2:?folder for results}/logs"
 results=$(cd "$2" && pwd)
 shift 2
-steps=${*:-tests python check sanitizer bench profile modules peers blocks}
+steps=${*:-tests python check sanitizer bench backward profile modules peers blocks}
 logs=$results/logs
 failed=$logs/failed
 : >"$failed"
@@ -73,6 +74,8 @@ step_sanitizer() {
       --gtest_filter='*Everything/*d64:*longnet_paper_bf16_causal_d64:*groups_f16_full_d128_ragged:*Tf32*groups_f32_causal_d96' &
     run "$tool.hopper" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_test" \
       --gtest_filter='*Matches*slide_bf16*:*Matches*slide_d256_f16_causal:*Matches*groups_d192_bf16:*Matches*packed_strands_f16' &
+    run "$tool.hopper_backward" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_backward_test" \
+      --gtest_filter='*Matches*dense_ragged_bf16:*Matches*short_wide_f16_causal:*Matches*groups_d72_bf16' &
   done
 }
 step_bench() {
@@ -87,6 +90,17 @@ step_bench() {
     run "cli_bench.$((i++))" 40 "$programs/longspan" bench $problem --dtype bf16 --device cuda --json
   done
 }
+step_backward() {
+  local workloads=() wide name
+  wait
+  for name in dense16k_d64 dense16k_d128 seed8k seed32k seed131k million wide131k; do
+    workloads+=("$name" "${name}_causal" "${name}_deterministic" "${name}_causal_deterministic")
+  done
+  wide=(dense16k_d192 dense16k_d192_causal dense16k_d256 dense16k_d256_causal)
+  run bench_backward 120 "$programs/longspan_gpu_bench" --backward-only "${workloads[@]}" slide10k slide65k "${wide[@]}"
+  run bench_backward_portable 30 "$programs/longspan_gpu_bench" --backward-only --kernel cuda-mma "${wide[@]}"
+  run errors 90 python3 "$repository/bench/gpu_errors.py" --json "$results/h200_errors.json"
+}
 step_profile() {
   wait
   if ! command -v ncu >/dev/null; then
@@ -96,6 +110,9 @@ step_profile() {
   run profile 90 ncu --clock-control none --csv --page raw --kernel-name regex:forward \
     --metrics "$(python3 "$repository/bench/gpu_report.py" --metrics)" \
     "$programs/longspan_gpu_bench" --forward-only --once dense16k_d64 strand256 slide10k
+  run profile_backward 90 ncu --clock-control none --csv --page raw --kernel-name 'regex:^(prepare|backward|convert)' \
+    --metrics "$(python3 "$repository/bench/gpu_report.py" --metrics)" \
+    "$programs/longspan_gpu_bench" --backward-only --once dense16k_d64 dense16k_d128 seed8k seed131k_causal
 }
 step_modules() {
   wait

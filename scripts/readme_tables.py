@@ -131,6 +131,72 @@ def profile_table() -> list[str]:
     return lines
 
 
+#: Backwards: full and causal, the bar of the issue.
+BACKWARD_ROWS = [
+    ("dense 16k d64", "dense16k_d64", "550 / 550"),
+    ("dense 16k d128", "dense16k_d128", "610 / 600"),
+    ("dense 16k d192", "dense16k_d192", ""),
+    ("dense 16k d256", "dense16k_d256", ""),
+    ("dilated 8k d64, segments 2048, 4096, 8192, dilations 1, 2, 4", "seed8k", ""),
+    ("the same, 32k", "seed32k", ""),
+    ("the same, 131k", "seed131k", ""),
+    ("1M, 12 heads, dilations to 512", "million", ""),
+    ("131k d128, segments 8192 to 65536, dilations 1 to 8", "wide131k", ""),
+    ("GigaPath shape, float16, N = 10,001", "slide10k", ""),
+    ("the same, 65,536", "slide65k", ""),
+]
+
+
+def backward_table() -> list[str]:
+    report = result("h200_hopper_backward")
+    works = workloads("h200_hopper_backward")
+    portable = workloads("h200_cuda") | {work["workload"]: work for work in report["portable"]}
+    lines = [
+        "| backward, full / causal | bar | TFLOP/s, burst | sustained | ms, burst | `cuda-mma`, TFLOP/s, burst | `deterministic` costs, burst |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for title, name, bar in BACKWARD_ROWS:
+        names = tuple(n for n in (name, f"{name}_causal") if n in works)
+        if not names:
+            continue
+        costs = [report["deterministic_cost"][n]["burst"] for n in names if n in report["deterministic_cost"]]
+        fields = [told(works, names, f"backward_{field}") for field in ("burst_tflops", "tflops", "burst_ms")]
+        fields += [told(portable, names, "backward_burst_tflops"), " / ".join(f"{cost:.2f}x" for cost in costs)]
+        lines.append(f"| {title} | {bar} | {' | '.join(fields)} |")
+    return lines
+
+
+def backward_profile_table() -> list[str]:
+    columns = {
+        "tensor pipe": "tensor_pipe_percent", "shared memory": "shared_memory_pipe_percent",
+        "issue slots": "issue_slots_percent", "exponentials": "exponentials_percent", "L2": "l2_percent",
+        "DRAM": "dram_percent",
+    }  # fmt: skip
+    lines = [
+        f"| main kernel, percent of the peak | {' | '.join(columns)} | prepare, main, convert, us |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for name, facts in result("h200_hopper_backward")["profile"].items():
+        times = [facts.get(part) for part in ("prepare_milliseconds", "milliseconds", "convert_tiles_milliseconds")]
+        values = [f"{facts[field]:.0f}" for field in columns.values()]
+        lines.append(f"| {name} | {' | '.join(values)} | {', '.join(f'{time * 1e3:.0f}' for time in times if time)} |")
+    return lines
+
+
+def errors_table() -> list[str]:
+    rows = result("h200_errors")["rows"]
+    peers = list(rows[0]["over_peers"])
+    quantities = ("out", "dq", "dk", "dv")
+    lines = [
+        f"| errors over those of | scores of | {' | '.join(peer.removesuffix(' views') + ': out, dq, dk, dv' for peer in peers)} |",
+        "|---" * (len(peers) + 2) + "|",
+    ]
+    for row in rows:
+        ratios = [", ".join(f"{row['over_peers'][peer][q]:.2f}" for q in quantities) for peer in peers]
+        lines.append(f"| {row['name'].replace('_', ' ')} | {row['deviation_of_scores']:.0f} | {' | '.join(ratios)} |")
+    return lines
+
+
 def peers_table() -> list[str]:
     rows = {row["name"]: row for row in result("h200_vs_torch")["rows"]}
     lines = [
@@ -168,6 +234,9 @@ def cuda_table() -> list[str]:
 PAGES = {
     "README.md": {"gpu": gpu_table, "cpu": cpu_table},
     "docs/hopper.md": {"hopper": hopper_table, "profile": profile_table, "peers": peers_table},
+    "docs/hopper_backward.md": {
+        "backward": backward_table, "profile": backward_profile_table, "errors": errors_table,
+    },
     "docs/cuda_engine.md": {"cuda": cuda_table},
 }
 

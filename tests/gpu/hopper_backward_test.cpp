@@ -3,6 +3,7 @@
 // repeat, NaN that stays where it is, workspace that suffices whatever the query ranges.
 #include <gtest/gtest.h>
 
+#include <map>
 #include <random>
 #include <tuple>
 
@@ -40,6 +41,11 @@ std::vector<Setting> settings() {
           {"groups_wide", groups, {1, 2048, 3, 3, 128}, {}, {}},
           {"groups_ragged", ragged, {2, 2999, 2, 2, 64}, {}, {}},
           {"groups_d96", ragged, {1, 2999, 2, 2, 96}, {}, {}},
+          {"dense_d256", Pattern::dense(), {1, 650, 2, 2, 256}, {}, {}},
+          {"groups_d136", ragged, {1, 1999, 2, 2, 136}, {}, {}},
+          {"groups_d192", groups, {2, 1024, 3, 3, 192}, {}, {}},
+          {"grouped_d256", groups, {1, 700, 6, 3, 256}, {}, {}, true},
+          {"slide_d160", slide, {1, 1201, 4, 2, 160}, {}, {}, true},
           {"groups_d72", ragged, {1, 1999, 2, 2, 72}, {}, {}},
           {"groups_d40", ragged, {1, 2999, 2, 2, 40}, {}, {}},
           {"groups_d8", groups, {1, 1000, 3, 3, 8}, {}, {}},
@@ -61,6 +67,11 @@ class HopperBackward : public ::testing::TestWithParam<Parameters> {
     c.lengths = setting.lengths;
     return c;
   }
+  /// Whether to ask for deterministic gradients.
+  std::vector<bool> modes() const {
+    if (std::get<0>(GetParam()).shape.head_dim > 128) return {false};
+    return {false, true};
+  }
 };
 
 /// Beside the portable kernel from the same out and lse, and in its own company. Half of the cases have scores of a
@@ -75,7 +86,7 @@ TEST_P(HopperBackward, MatchesWithNoMoreErrorThanThePortableKernel) {
   portable.forward(portable_attention, portable.call());
   portable.backward(portable_attention, portable.call());
   const Results& other = portable.download();
-  for (const bool deterministic : {false, true}) {
+  for (const bool deterministic : modes()) {
     const Attention attention(c.pattern, with(causal, deterministic));
     DeviceCase alone(c), device(c);
     alone.forward(attention, alone.call());
@@ -105,7 +116,7 @@ TEST_P(HopperBackward, Repeats) {
   const auto& [setting, dtype, causal] = GetParam();
   if (dtype != DType::bf16) return;  // the same work
   const Case c = make();
-  for (const bool deterministic : {false, true}) {
+  for (const bool deterministic : modes()) {
     const Attention attention(c.pattern, with(causal, deterministic));
     DeviceCase device(c);
     device.forward(attention, device.call());
@@ -143,7 +154,7 @@ INSTANTIATE_TEST_SUITE_P(Hopper, HopperBackward,
 /// NaN in rows beyond `lengths`, or in one strand, reaches no other strand, although tiles end between strands.
 TEST(HopperGradients, NaNStaysInItsStrand) {
   LONGSPAN_NEEDS_HOPPER(Pass::backward);
-  for (const std::int64_t head_dim : {64, 128}) {
+  for (const std::int64_t head_dim : {64, 128, 256}) {
     Case c(Pattern::dilated({200, 400}, {1, 2}), with(false), {2, 1000, 2, 2, head_dim}, DType::bf16);
     c.lengths = {1000, 333};
     for (std::int64_t column = 0; column < head_dim; ++column) {
@@ -173,7 +184,7 @@ TEST(HopperGradients, NaNStaysInItsStrand) {
 /// Scores far below 0 make weights of keys that do not exist overflow, if these are not masked.
 TEST(HopperGradients, VeryNegativeScores) {
   LONGSPAN_NEEDS_HOPPER(Pass::backward);
-  for (const std::int64_t head_dim : {64, 128}) {
+  for (const std::int64_t head_dim : {64, 128, 256}) {
     Case c(Pattern::dense(), with(false), {1, 200, 2, 2, head_dim}, DType::bf16);
     c.q.for_each([&](auto entry, auto row, auto head, auto column) {
       c.q.set(entry, row, head, column, 6.0 + 0.1 * c.q.at(entry, row, head, column));
@@ -278,7 +289,9 @@ TEST(HopperGradients, RefusalsSayWhy) {
   const auto names = [](const std::string& reason, const char* words) {
     EXPECT_NE(reason.find(words), std::string::npos) << reason;
   };
-  names(why(problem_of(300, 4, 136)), "head dims up to 128 in the backward, here it is 136");
+  Options in_order;
+  in_order.deterministic = true;
+  names(why(problem_of(300, 4, 136), in_order), "deterministic gradients of head dims up to 128, here it is 136");
   Problem problem = problem_of(300, 4, 64);
   problem.has_alibi = true;
   names(why(problem), "ALiBi");
@@ -287,6 +300,39 @@ TEST(HopperGradients, RefusalsSayWhy) {
   names(why(problem_of(300, 4, 64), options, Pattern::longnet({64, 128}, {1, 2})), "detached_mix");
   names(why(problem_of(1'048'576, 8, 64), {}, Pattern::dilated({16}, {1})), "4.0 times the rows of dq, 3 at most");
   EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel(Pass::backward)->name, kHopper);
+}
+
+/// Needs no GPU: a tile of keys waits for as many as came to a pair of tiles of queries before it, or deterministic calls
+/// would hang. Wherever queries begin and end, for both groups.
+TEST(HopperWork, TurnsCountThoseBefore) {
+  constexpr int kKeys = hopper::kKeyTileRows;
+  for (const int tile_queries : {64, 128}) {
+    for (const bool causal : {false, true}) {
+      for (const int begin : {0, 1, 63, 127, 128, 300}) {
+        for (int queries = 1; queries < 900; queries += 7) {
+          for (const int group : {0, 1}) {
+            const int key_tiles = (begin + queries + kKeys - 1) / kKeys;
+            std::map<int, int> came;
+            for (int i = 0; i < key_tiles; ++i) {
+              hopper::BackwardTask task{};
+              task.key_tile = causal ? key_tiles - 1 - i : i;
+              task.last_key_tile = key_tiles - 1;
+              task.queries = queries;
+              task.tiles = (queries + tile_queries - 1) / tile_queries;
+              task.diagonal = task.key_tile * kKeys - begin;
+              task.first_tile = causal ? std::max(0, task.diagonal) / tile_queries : 0;
+              const int own = task.tiles_of(group, tile_queries);
+              for (int tile = task.first_tile; tile < own; tile = (tile & ~1) + 2) {
+                const int end = std::min((tile & ~1) + 2, own) * tile_queries;
+                ASSERT_EQ(task.turn(end, causal), came[tile / 2]++)
+                    << tile_queries << " " << causal << " " << begin << " " << queries << " " << task.key_tile;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 /// Needs no GPU: strands have places of their own, within what the plan said, whatever the query ranges.

@@ -3,7 +3,7 @@
 //   producer   a warp group with few registers: one warp loads Q, dO, K, V and row values by the copy engine, one
 //   thread
 //              looks up items, two let the copy engine add dQ to memory
-//   consumers  two warp groups of 64 keys. S^T = K Q^T and dP^T = V dO^T, so that P and dS are, packed, the A operands
+//   consumers  two warp groups of 64 keys (heads over 128: the same keys, half of the columns each). S^T = K Q^T and dP^T = V dO^T, so that P and dS are, packed, the A operands
 //   of
 //              dV += P^T dO and dK += dS^T Q in registers; only dS goes through shared memory, for dQ = dS K
 //   order      [S] mask, dP under the exponentials, dS, dV, dK, barrier of both groups, dQ, the next tile's S; dQ goes
@@ -27,27 +27,29 @@ __global__ void __launch_bounds__(S::kThreads, 1) backward(const __grid_constant
   const BackwardMemory<S> memory{(cuda::shared_address(raw) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
     for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {
-      barrier_init(memory.query_full(stage), 1);
-      barrier_init(memory.dout_full(stage), 1);
-      barrier_init(memory.query_free(stage), 8);  // by warps of the consumers
-      barrier_init(memory.dout_free(stage), 8);
+      barrier_init(memory.query_full(stage), kWarpThreads);  // by lanes of the warp that loads
+      barrier_init(memory.dout_full(stage), kWarpThreads);
+      barrier_init(memory.tile_free(stage), 8 * kArrivals);
     }
     for (std::uint32_t stage = 0; stage < S::kKeyStages; ++stage) {
-      barrier_init(memory.key_full(stage), 1);
-      barrier_init(memory.key_free(stage), 2);
+      barrier_init(memory.key_full(stage), kWarpThreads);
+      barrier_init(memory.key_free(stage), 2 * kGroupThreads);
     }
     for (std::uint32_t slot = 0; slot < kTaskSlots; ++slot) {
       barrier_init(memory.task_full(slot), 1);
-      barrier_init(memory.task_free(slot), 2);
+      barrier_init(memory.task_free(slot), 2 * kGroupThreads);
     }
     for (std::uint32_t of = 0; of < 2; ++of) {
-      barrier_init(memory.sum_full(of), 4);  // by warps of a group
+      barrier_init(memory.sum_full(of), 4 * kArrivals);
       barrier_init(memory.sum_free(of), 1);
     }
     barrier_init(memory.ragged(), 1);
+    barrier_init(memory.task_wanted(), 1);
     publish_barriers();
   }
   __syncthreads();
+  allow_next();
+  await_previous();
 
   const int group = uniform(threadIdx.x / kGroupThreads);
   if (group == 0) {
@@ -59,20 +61,49 @@ __global__ void __launch_bounds__(S::kThreads, 1) backward(const __grid_constant
   }
 }
 
+/// Starts a kernel that begins while the one before it in the stream ends, and waits itself for what that one leaves.
+/// Drivers before CUDA 12.3 could not capture that: there it begins when the other has ended.
+template <auto kKernel, class Argument>
+cudaError_t start_early(std::int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                        const Argument& argument) {
+  constexpr int kDriver = 12030;
+  int driver = 0;
+  if (const cudaError_t error = cudaDriverGetVersion(&driver); error != cudaSuccess) return error;
+  if (driver < kDriver) return cuda::start<kKernel>(blocks, threads, shared_bytes, stream, argument);
+  if (shared_bytes > 0) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  void* arguments[] = {const_cast<Argument*>(&argument)};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments);
+}
+
 /// Head dims between those instantiated run with columns of zeros, which are in no tensor.
 template <class Body>
 cudaError_t with_columns(int columns, Body&& body) {
   if (columns <= 48) return body.template operator()<48>();
   if (columns <= 64) return body.template operator()<64>();
   if (columns <= 96) return body.template operator()<96>();
-  return body.template operator()<128>();
+  if (columns <= 128) return body.template operator()<128>();
+  return body.template operator()<256>();
 }
 
 template <class T>
 cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
   return with_columns(launch.parts.base.columns, [&]<int kColumns>() {
     using S = BackwardShape<T, kColumns>;
-    return cuda::start<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
+    return start_early<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
   });
 }
 template <class T>
@@ -91,8 +122,8 @@ cudaError_t start_convert(const PartsLaunch& launch, cudaStream_t stream) {
     const std::int64_t blocks =
         std::int64_t{launch.base.merges ? launch.fill_items * kQuarters : launch.items} + key_blocks<S>(launch);
     if (blocks == 0) return cudaSuccess;
-    if (launch.base.merges) return cuda::start<&convert_rows<S>>(blocks, kPartsThreads, 0, stream, launch);
-    return cuda::start<&convert_tiles<S>>(blocks, kPartsThreads, 0, stream, launch);
+    if (launch.base.merges) return start_early<&convert_rows<S>>(blocks, kPartsThreads, 0, stream, launch);
+    return start_early<&convert_tiles<S>>(blocks, kPartsThreads, 0, stream, launch);
   });
 }
 

@@ -14,6 +14,7 @@ template <class S>
 struct BackwardConsumer {
   using T = typename S::Element;
   static constexpr int kColumns = S::kColumns, kQueries = S::kQueries, kBlocks8 = kQueries / 8;
+  static constexpr int kOwn = S::kOwnColumns;
   // Named barriers. "Read" is arrived at by one group and waited for by the other: both pass kWritten once in a tile,
   // so nobody can arrive twice before the other has waited.
   static constexpr int kWritten = 1, kRead = 2, kGroup = 4, kItem = 6;
@@ -24,7 +25,7 @@ struct BackwardConsumer {
   typename S::Tasks& tasks;
   const int group, thread, lane;
   float scores[kQueries / 2], dscores[kQueries / 2];
-  float dvalues[kColumns / 2], dkeys[kColumns / 2], dqueries[S::kSumColumns / 2];
+  float dvalues[kOwn / 2], dkeys[kOwn / 2], dqueries[S::kSumColumns / 2];
   std::uint32_t taken = 0;
   Ring<S::kStages> q;
   Ring<S::kKeyStages> k;
@@ -44,6 +45,7 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ int warp() const { return thread / kWarpThreads; }
   __device__ __forceinline__ int own_row() const { return warp() * 16 + lane / 4; }
+  __device__ __forceinline__ int own_column() const { return S::kShared ? group * kOwn : 0; }
   __device__ __forceinline__ void sync_group() const { sync_threads(kGroup + group, kGroupThreads); }
 
   /// The next item, or false. Counts go through a shuffle so that they and all that follows from them stay uniform.
@@ -53,9 +55,9 @@ struct BackwardConsumer {
     const int tiles = uniform(task.tiles);
     if (tiles < 0) return false;
     tile = uniform(task.first_tile);
-    const int last_key = uniform(task.diagonal) + group * kGroupRows + kGroupRows - 1;  // as a query
+    const int last_key = uniform(task.diagonal) + group * S::kGroupStep + kGroupRows - 1;  // as a query
     masked_until = a.parts.base.causal ? (max(0, last_key) + kQueries - 1) / kQueries : 0;
-    if (uniform(task.keys) < (group + 1) * kGroupRows) masked_until = tiles;
+    if (uniform(task.keys) < group * S::kGroupStep + kGroupRows) masked_until = tiles;
     return true;
   }
 
@@ -86,19 +88,21 @@ struct BackwardConsumer {
     products_commit();
   }
   /// sums += weights times a tile of Q or dO
-  __device__ __forceinline__ void add_rows(float (&rows)[kColumns / 2], const std::uint32_t* weights,
+  __device__ __forceinline__ void add_rows(float (&rows)[kOwn / 2], const std::uint32_t* weights,
                                            std::uint32_t tile_address) {
-    const std::uint64_t source = operand(tile_address, S::kQueryBlock);
+    const std::uint64_t source =
+        operand(tile_address + (S::kShared ? group * S::kOwnBlocks * S::kQueryBlock : 0), S::kQueryBlock);
     products_begin();
 #pragma unroll
     for (int step = 0; step < kQueries / 16; ++step)
-      Product<T, kColumns>::values(rows, weights + 4 * step, source + ((step * 2048) >> 4), step > 0 ? 1 : add);
+      Product<T, kOwn>::values(rows, weights + 4 * step, source + ((step * 2048) >> 4), step > 0 ? 1 : add);
     products_commit();
   }
-  /// dQ = dS K: 64 queries each (narrow heads), or 64 columns each.
-  __device__ __forceinline__ void multiply_keys() {
+  /// dQ = dS K: 64 queries each (narrow heads), or half of the columns each, of which heads over 128 have two parts.
+  __device__ __forceinline__ void multiply_keys(int part) {
     const std::uint64_t score = operand(memory.scores() + (S::kWide ? 0 : group * S::kScoreBlock), 16),
-                        key = operand(memory.keys(k.stage) + (S::kWide ? group * S::kKeyBlock : 0), 16);
+                        key = operand(
+                            memory.keys(k.stage) + (S::kWide ? (group * S::kSumTiles + part) * S::kKeyBlock : 0), 16);
     products_begin();
 #pragma unroll
     for (int step = 0; step < S::kKeys / 16; ++step)
@@ -109,7 +113,7 @@ struct BackwardConsumer {
   /// Keys after the strand's end, and under a causal mask queries before a key.
   __device__ __forceinline__ void mask() {
     const BackwardTask& task = tasks[taken % kTaskSlots];
-    const int own = group * kGroupRows + own_row(), first = tile * kQueries + 2 * (lane % 4);
+    const int own = group * S::kGroupStep + own_row(), first = tile * kQueries + 2 * (lane % 4);
     const int keys = task.keys, diagonal = task.diagonal;
     const auto open_from = [&](int key) {
       return key >= keys ? kQueries : a.parts.base.causal ? key + diagonal - first : -kQueries;
@@ -146,41 +150,53 @@ struct BackwardConsumer {
       store_floats(place + j * 512, dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2], dqueries[4 * j + 3]);
   }
   __device__ __forceinline__ void hand_on() const {
+    if constexpr (S::kShared) return;
     fence_shared();
     __syncwarp();
-    if (lane == 0) arrive(memory.sum_full(group));
+    if (lane < kArrivals) arrive(memory.sum_full(group));
+  }
+
+  /// A part of dQ of a tile, straight to memory: with heads over 128 shared memory has no room for it.
+  __device__ __forceinline__ void add_queries(const BackwardTask& task, int of_tile, int part) const {
+    const std::int64_t sums =
+        static_cast<std::int64_t>(task.first_sums + of_tile) * S::kBlocks + group * S::kSumTiles + part;
+    float* const place = a.parts.sums + sums * S::kSumTile + warp() * S::kWarpSums + lane * 4;
+#pragma unroll
+    for (int j = 0; j < S::kSumColumns / 8; ++j)
+      cuda::add_four(place + j * 128, make_float4(dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2],
+                                                  dqueries[4 * j + 3]));
   }
 
   /// dK or dV of this group's keys to float32 sums, where several items add to one row; pairs of lanes swap halves so
   /// that each adds four columns of one row.
-  __device__ __forceinline__ void add_to_sums(const float (&rows)[kColumns / 2], float factor, float* target,
+  __device__ __forceinline__ void add_to_sums(const float (&rows)[kOwn / 2], float factor, float* target,
                                               const BackwardTask& task) const {
     const bool odd = lane & 1;
     const int row = own_row() + (odd ? 8 : 0), columns = a.parts.base.columns;
-    const std::int64_t position = task.position + static_cast<std::int64_t>(group * kGroupRows + row) * task.stride;
-    const bool valid = row < task.keys - group * kGroupRows;
+    const std::int64_t position = task.position + static_cast<std::int64_t>(group * S::kGroupStep + row) * task.stride;
+    const bool valid = row < task.keys - group * S::kGroupStep;
     float* const place =
         target + ((static_cast<std::int64_t>(task.entry) * a.parts.base.kv_heads + task.kv_head) * a.parts.base.tokens +
                   (valid ? position : 0)) *
                      columns;
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
+    for (int j = 0; j < kOwn / 8; ++j) {
       const float give0 = odd ? rows[4 * j] : rows[4 * j + 2], give1 = odd ? rows[4 * j + 1] : rows[4 * j + 3];
       const float take0 = __shfl_xor_sync(~0u, give0, 1), take1 = __shfl_xor_sync(~0u, give1, 1);
       const float4 four =
           odd ? make_float4(take0 * factor, take1 * factor, rows[4 * j + 2] * factor, rows[4 * j + 3] * factor)
               : make_float4(rows[4 * j] * factor, rows[4 * j + 1] * factor, take0 * factor, take1 * factor);
-      const int column = j * 8 + lane % 4 / 2 * 4;
+      const int column = own_column() + j * 8 + lane % 4 / 2 * 4;
       if (valid && column < columns) cuda::add_four(place + column, four);
     }
   }
   /// The same to this group's rows of a tile in shared memory.
-  __device__ __forceinline__ void put(const float (&rows)[kColumns / 2], float factor,
+  __device__ __forceinline__ void put(const float (&rows)[kOwn / 2], float factor,
                                       std::uint32_t tile_address) const {
     const int row = own_row();
-    const std::uint32_t place = tile_address + group * S::kGroupKeys + row * 128 + lane % 4 * 4;
+    const std::uint32_t place = tile_address + group * S::kOwnKeys + row * 128 + lane % 4 * 4;
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
+    for (int j = 0; j < kOwn / 8; ++j) {
       const std::uint32_t at = place + j / 8 * S::kKeyBlock + ((j % 8 ^ (row & 7)) << 4);
       store_word(at, cuda::pack<T>(rows[4 * j] * factor, rows[4 * j + 1] * factor));
       store_word(at + 1024, cuda::pack<T>(rows[4 * j + 2] * factor, rows[4 * j + 3] * factor));
@@ -189,32 +205,62 @@ struct BackwardConsumer {
   /// Row by row from there, where the copy engine would write past the strand's end.
   __device__ __forceinline__ void write_rows(const cuda::Rows& target, std::uint32_t tile_address, int rows,
                                              const BackwardTask& task) const {
-    constexpr int kChunks = kColumns / 8;
+    constexpr int kChunks = kOwn / 8;
 #pragma unroll 1
     for (int i = lane; i < 16 * kChunks; i += kWarpThreads) {
       const int row = warp() * 16 + i / kChunks, chunk = i % kChunks;
-      if (row >= rows || chunk * 8 >= a.parts.base.columns) continue;
-      const uint4 words = load_words(tile_address + group * S::kGroupKeys + chunk / 8 * S::kKeyBlock + row * 128 +
+      if (row >= rows || own_column() + chunk * 8 >= a.parts.base.columns) continue;
+      const uint4 words = load_words(tile_address + group * S::kOwnKeys + chunk / 8 * S::kKeyBlock + row * 128 +
                                      ((chunk % 8 ^ (row & 7)) << 4));
-      const std::int64_t position = task.position + static_cast<std::int64_t>(group * kGroupRows + row) * task.stride;
+      const std::int64_t position = task.position + static_cast<std::int64_t>(group * S::kGroupStep + row) * task.stride;
       T* const place = reinterpret_cast<T*>(target.data) + target.offset(task.entry, position, task.kv_head);
-      store_global(place + chunk * 8, words);
+      store_global(place + own_column() + chunk * 8, words);
     }
+  }
+
+  /// Two items with half of the queries each: what both have is put down, and the warp that comes second adds the
+  /// other's to its own, in either order the same, and writes them.
+  __device__ __forceinline__ bool join(const BackwardTask& task) {
+    constexpr int kFours = kOwn / 8;  // of dV, and as many of dK
+    const int pair = (task.pair * 2 + group) * 4 + warp();
+    const auto place = [&](int half) {
+      return reinterpret_cast<float4*>(a.halves) + (pair * 2 + half) * 2 * kFours * kWarpThreads + lane;
+    };
+    const auto each = [&](float4* at, auto&& body) {
+#pragma unroll
+      for (int i = 0; i < kFours; ++i) {
+        body(at[i * kWarpThreads], dvalues + 4 * i);
+        body(at[(kFours + i) * kWarpThreads], dkeys + 4 * i);
+      }
+    };
+    each(place(task.half), [](float4& four, const float* own) { four = make_float4(own[0], own[1], own[2], own[3]); });
+    __threadfence();
+    __syncwarp();
+    unsigned others = 0;
+    if (lane == 0) others = atomicAdd(a.parts.joined + pair, 1u);
+    if (__shfl_sync(~0u, others, 0) == 0) return false;
+    __threadfence();
+    each(place(task.half ^ 1), [](const float4& four, float* own) {
+      const float4 other = __ldcg(&four);
+      own[0] += other.x, own[1] += other.y, own[2] += other.z, own[3] += other.w;
+    });
+    return true;
   }
 
   /// dV and dK leave through the item's own tiles of V and K.
   __device__ __forceinline__ void write_keys(const BackwardTask& task, std::uint32_t stage_of_keys) {
     const cuda::Launch& base = a.parts.base;
-    const int rows = task.keys - group * kGroupRows;
+    const int rows = task.keys - group * S::kGroupStep;
+    const bool halved = task.pair >= 0, boxes = !base.sum_keys && !halved && rows >= kGroupRows;
     const std::uint32_t keys_tile = memory.keys(stage_of_keys), values_tile = memory.values(stage_of_keys);
     sync_threads(kItem, kBoth);  // dQ of both groups has read all of K
     if (base.sum_keys) {
       add_to_sums(dvalues, base.output_scale, base.dv_sum, task);
       add_to_sums(dkeys, base.sum_scale, base.dk_sum, task);
-    } else {
+    } else if (!halved || join(task)) {
       put(dvalues, base.output_scale, values_tile);
       put(dkeys, base.sum_scale, keys_tile);
-      if (rows < kGroupRows) {
+      if (!boxes) {
         __syncwarp();
         write_rows(base.dv, values_tile, rows, task);
         write_rows(base.dk, keys_tile, rows, task);
@@ -222,12 +268,11 @@ struct BackwardConsumer {
     }
     fence_shared();  // next the copy engine reads these tiles, or loads others into their place
     sync_group();
-    if (thread != 0) return;
-    if (!base.sum_keys && rows >= kGroupRows) {
-      Place place{0, task.k_index + group * kGroupRows, task.k_phase, task.kv_head, task.entry};
+    if (thread == 0 && boxes) {
+      Place place{own_column(), task.k_index + group * S::kGroupStep, task.k_phase, task.kv_head, task.entry};
 #pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block, place.column += kBlockColumns) {
-        const std::uint32_t offset = block * S::kKeyBlock + group * S::kGroupKeys;
+      for (int block = 0; block < S::kOwnBlocks; ++block, place.column += kBlockColumns) {
+        const std::uint32_t offset = block * S::kKeyBlock + group * S::kOwnKeys;
         store_box(&a.dv[task.k_map], values_tile + offset, place);
         store_box(&a.dk[task.k_map], keys_tile + offset, place);
       }
@@ -281,19 +326,27 @@ struct BackwardConsumer {
       }
       add_rows(dvalues, weights, memory.douts(q.stage));
       sync_threads(kRead + group, kBoth);  // both groups have read the last tile's dS
-      const std::uint32_t place = memory.scores() + (group * kGroupRows + warp() * 16 + (lane & 15)) * 128;
+      const std::uint32_t place = memory.scores() + (group * S::kGroupStep + warp() * 16 + (lane & 15)) * 128;
 #pragma unroll
       for (int j = 0; j < kBlocks8; j += 2)  // keys 0 to 7 and 8 to 15 of queries 8 * j .. and 8 * (j + 1) ..
-        store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7)) << 4), dweights + 2 * j);
+        if (!S::kShared || j / (kBlocks8 / 2) == group)  // groups with the same keys store half each
+          store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7)) << 4), dweights + 2 * j);
       fence_shared();
       add_rows(dkeys, dweights, memory.queries(q.stage));
       products_wait<1>();  // dV: frees the registers of P
       sync_threads(kWritten, kBoth);
-      multiply_keys();
+      const BackwardTask& task = tasks[taken % kTaskSlots];
+#pragma unroll
+      for (int part = 0; part < S::kSumTiles - 1; ++part) {
+        multiply_keys(part);
+        products_wait<0>();
+        pin(dqueries);
+        add_queries(task, tile, part);
+      }
+      multiply_keys(S::kSumTiles - 1);
 
       // The next tile's scores, of the next item where K has a stage for it; stale ones after the last.
       const std::uint32_t used = q.stage, used_key = k.stage;
-      const BackwardTask& task = tasks[taken % kTaskSlots];
       const bool last =
           ++tile == uniform(task.tiles);  // read again each time: a count in a register loses its uniformity
       q.advance();
@@ -311,12 +364,10 @@ struct BackwardConsumer {
       pin(dqueries);
       pin(dkeys);
       pin(dvalues);
-      if (lane == 0) {
-        arrive(memory.query_free(used));
-        arrive(memory.dout_free(used));
-      }
+      if (lane < kArrivals) arrive(memory.tile_free(used));
       arrive_threads(kRead + (group ^ 1), kBoth);
-      stage();
+      if constexpr (S::kShared) add_queries(task, tile - 1, S::kSumTiles - 1);
+      else stage();
       products_wait<0>();
       pin(scores);
       add = 1;

@@ -10,6 +10,8 @@ namespace longspan::hopper {
 
 inline constexpr int kSumTileRows = 64;
 inline constexpr int kKeyTileRows = 128;
+inline constexpr int kWarpsOfKeys = 8;   // that hold a tile of keys
+inline constexpr int kMostHalved = 66;   // items: half of the multiprocessors of the GPU that this is made for
 
 /// Rows of one branch in one range: heads one after the other, in each the range's segments.
 struct StrandPlaces {
@@ -52,6 +54,7 @@ struct PartsLaunch {
   float* sums;                          // of dq
   unsigned* ticket;                     // the main kernel's next item
   unsigned* turns;                      // deterministic: tiles of keys that were added to each tile of sums
+  unsigned* joined;                     // items with half of the queries that are done with their keys
   unsigned items, fill_items;           // of strands, and of uncovered rows after them
   bool finish_keys;                     // sums of dk and dv are complete: the conversion writes them too
   bool zero_keys;                       // uncovered rows of dk and dv are those of dq, and nobody else writes them
@@ -70,6 +73,9 @@ struct alignas(128) BackwardLaunch {
   int longer_queries[cuda::kMaxBranches], longer_keys[cuda::kMaxBranches];  // rows of q and of k, modulo the dilation
   int query_group;                                                          // heads that share a head of k and v
   int blocks;
+  unsigned first_ticket;  // launches before this one left the counter there
+  unsigned halved;  // the last so many items are two each, with half of the queries: they fill the last round of blocks
+  float* halves;    // what these leave for one another
 
   LONGSPAN_DEVICE int map(int branch, int phase, int longer) const {
     return first_map[branch] + (longer > 0 && phase >= longer);
@@ -83,12 +89,29 @@ struct BackwardTask {
   int keys;        // rows of the tile that exist
   int queries;     // rows of the strand's queries
   int diagonal;    // causal: query i sees key j of the tile if i >= j + diagonal
-  int turn;        // tiles of keys before this one
+  int key_tile, last_key_tile;
+  int pair, half;  // of items that share keys; -1: this one has all queries
   int q_map, q_index, q_phase, k_map, k_index, k_phase;
   int head, kv_head, entry;
   int position, stride;  // of the first key
   std::int64_t row;      // of the first query in row values
   int first_sums;        // tile of 64 rows of sums that it is in
+
+  /// Tiles of queries of which a group has rows of dQ: where groups have 64 rows each, of the last one the second group
+  /// may have none.
+  LONGSPAN_DEVICE int tiles_of(int group, int tile_queries) const {
+    if (tile_queries == kSumTileRows) return tiles;
+    const int own = (queries + tile_queries - 1 - group * kSumTileRows) / tile_queries;
+    return own < tiles ? own : tiles;
+  }
+  /// Tiles of keys that add before this one to queries up to `end`, where that has an order. Under a causal mask it is the
+  /// one in which they come to them if all start at once on the diagonal: the last tile first. Upwards each would wait for
+  /// the one before it, which has just begun.
+  LONGSPAN_DEVICE int turn(int end, bool causal) const {
+    if (!causal) return key_tile;
+    const int last = (end - 1 + key_tile * kKeyTileRows - diagonal) / kKeyTileRows;  // that any of them sees
+    return (last < last_key_tile ? last : last_key_tile) - key_tile;
+  }
 };
 
 }  // namespace longspan::hopper

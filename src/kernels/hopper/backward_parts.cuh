@@ -64,7 +64,11 @@ template <class S>
 __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__ PartsLaunch a) {
   using T = typename S::Element;
   constexpr int kLanes = S::kBlocks * 8, kRowsAtOnce = kPartsThreads / kLanes, kPasses = kSumTileRows / kRowsAtOnce;
+  allow_next();
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.ticket = 0;
+  if (blockIdx.x == 0 && a.joined) {
+    for (int i = threadIdx.x; i < kMostHalved * kWarpsOfKeys; i += kPartsThreads) a.joined[i] = 0;
+  }
   const cuda::Item item = a.base.decode(blockIdx.x);
   if (item.branch < 0) return zero_uncovered<T>(a, item);
   const QueryTile tile(a, item);
@@ -139,23 +143,23 @@ template <class S>
 __global__ void __launch_bounds__(kPartsThreads) convert_tiles(const __grid_constant__ PartsLaunch a) {
   using T = typename S::Element;
   constexpr int kPitch = kBlockColumns + 8;  // keeps rows apart in banks, and 16-byte chunks aligned
-  constexpr int kHalves = kPartsThreads / (kGroupThreads * S::kBlocks);  // of the columns of narrow heads
+  constexpr int kEights = S::kSumColumns / 8, kParts = kPartsThreads / kGroupThreads;
   __shared__ __align__(16) T rows[S::kBlocks][kSumTileRows][kPitch];
+  await_previous();
   if (blockIdx.x >= a.items) return convert_keys<S>(a, blockIdx.x - a.items);
   const cuda::Item item = a.base.decode(blockIdx.x);
   const QueryTile tile(a, item);
   if (tile.rows <= 0) return;
-  const int part = threadIdx.x / kGroupThreads, block = part / kHalves, thread = threadIdx.x % kGroupThreads;
-  const int lane = thread % kWarpThreads;
+  const int part = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, lane = thread % kWarpThreads;
   const float4* const sums =
-      reinterpret_cast<const float4*>(a.sums + (tile.row / kSumTileRows * S::kBlocks + block) * S::kSumTile) +
+      reinterpret_cast<const float4*>(a.sums + tile.row / kSumTileRows * S::kBlocks * S::kSumTile) +
       thread / kWarpThreads * (S::kWarpSums / 4) + lane;
   const int row = thread / kWarpThreads * 16 + lane / 4;
   const float factor = a.base.sum_scale;
 #pragma unroll
-  for (int i = 0; i < S::kSumColumns / 8 / kHalves; ++i) {
-    const int j = i * kHalves + part % kHalves;
-    const float4 four = __ldcs(sums + j * kWarpThreads);
+  for (int i = 0; i < S::kBlocks * kEights / kParts; ++i) {
+    const int block = (i * kParts + part) / kEights, j = (i * kParts + part) % kEights;
+    const float4 four = __ldcs(sums + block * (S::kSumTile / 4) + j * kWarpThreads);
     std::uint32_t* const place = reinterpret_cast<std::uint32_t*>(&rows[block][row][j * 8 + lane % 4 * 2]);
     place[0] = cuda::pack<T>(four.x * factor, four.y * factor);
     place[4 * kPitch] = cuda::pack<T>(four.z * factor, four.w * factor);
@@ -181,8 +185,9 @@ inline constexpr int kQuarters = 4,
 template <class S>
 __global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_constant__ PartsLaunch a) {
   using T = typename S::Element;
-  constexpr int kLanes = S::kBlocks * 8, kRounds = cuda::kMaxBranches / kLanes;
+  constexpr int kLanes = S::kBlocks * 8, kRounds = (cuda::kMaxBranches + kLanes - 1) / kLanes;
   const unsigned row_blocks = a.fill_items * kQuarters;
+  await_previous();
   if (blockIdx.x >= row_blocks) return convert_keys<S>(a, blockIdx.x - row_blocks);
   const cuda::Item item = a.base.decode(a.items + blockIdx.x / kQuarters);
   const cuda::DeviceRange& range = a.base.ranges[item.range];

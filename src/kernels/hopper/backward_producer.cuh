@@ -7,7 +7,7 @@ namespace longspan::hopper {
 
 template <class S>
 struct BackwardProducer {
-  static constexpr std::uint32_t kAhead = 2;  // items taken before their turn
+  static constexpr int kFewestHalved = 4;  // tiles of queries that are worth two items
   const BackwardLaunch& a;
   const BackwardMemory<S> memory;
   typename S::Tasks& tasks;
@@ -16,16 +16,27 @@ struct BackwardProducer {
   /// strands).
   __device__ __forceinline__ bool describe(unsigned flat, BackwardTask& task) const {
     const cuda::Launch& base = a.parts.base;
-    const cuda::Item item = base.decode(flat);
+    const unsigned whole = a.parts.items - a.halved;
+    const bool halved = flat >= whole;
+    task.half = static_cast<int>(flat - whole) & 1;
+    task.pair = halved ? static_cast<int>(flat - whole) / 2 : -1;
+    const cuda::Item item = base.decode(halved ? whole + task.pair : flat);
     const cuda::StrandRows strand = base.branches[item.branch].strand(item.head, item.segment, base.length(item.entry));
     const cuda::StrandQueries queries = cuda::queries_of(strand, base.ranges[item.range]);
     const int first_key = item.tile * S::kKeys;
+    task.key_tile = item.tile;
+    task.last_key_tile = (strand.count + S::kKeys - 1) / S::kKeys - 1;
     task.keys = min(S::kKeys, strand.count - first_key);
     task.queries = queries.count;
     task.diagonal = first_key - queries.begin;
-    task.turn = item.tile;
     task.tiles = (queries.count + S::kQueries - 1) / S::kQueries;
     task.first_tile = base.causal ? max(0, task.diagonal) / S::kQueries : 0;
+    if (halved) {  // few queries are left to the first half
+      const int split = task.tiles < kFewestHalved ? task.tiles : task.tiles / 4 * 2;
+      if (split == task.tiles) task.pair = -1;
+      if (task.half == 0) task.tiles = split;
+      else task.first_tile = split;
+    }
     if (task.keys <= 0 || task.tiles <= task.first_tile) return false;
     const int start_index = strand.start / strand.stride, q_row = static_cast<int>(queries.q_row);
     task.k_index = start_index + first_key;
@@ -44,18 +55,21 @@ struct BackwardProducer {
     return true;
   }
 
-  /// Keeps tasks ready for the loads and for the consumers. Items come off a counter in order, so that whatever an item
-  /// of a deterministic call waits for has been taken before it.
+  /// Looks up items, each while the last queries of the one before it are loaded: early enough for the loads, and so
+  /// late that a block with short items takes more of them, and that items start in their order. What an item of a
+  /// deterministic call waits for has been taken before it.
   __device__ __forceinline__ void schedule() const {
+    const unsigned items = a.parts.items + a.halved;
     for (std::uint32_t count = 0;; ++count) {
       const std::uint32_t slot = count % kTaskSlots;
-      if (count >= kAhead) wait(memory.task_free((count - kAhead) % kTaskSlots), (count - kAhead) / kTaskSlots & 1);
+      if (count > 0) wait(memory.task_wanted(), (count - 1) & 1);
+      if (count > 1) wait(memory.task_free((count - 2) % kTaskSlots), (count - 2) / kTaskSlots & 1);
       unsigned item = 0;
-      do item = atomicAdd(a.parts.ticket, 1u);
-      while (item < a.parts.items && !describe(item, tasks[slot]));
-      if (item >= a.parts.items) tasks[slot].tiles = -1;
+      do item = atomicAdd(a.parts.ticket, 1u) - a.first_ticket;
+      while (item < items && !describe(item, tasks[slot]));
+      if (item >= items) tasks[slot].tiles = -1;
       arrive(memory.task_full(slot));
-      if (item >= a.parts.items) return;
+      if (item >= items) return;
     }
   }
 
@@ -93,7 +107,7 @@ struct BackwardProducer {
       const std::uint32_t key_full = memory.key_full(key.stage);
       wait(memory.key_free(key.stage), key.parity);
       if (task.tiles < 0) {
-        if (leader) arrive(key_full);
+        arrive(key_full);
         return;
       }
       const std::uint32_t keys = memory.keys(key.stage), values = memory.values(key.stage);
@@ -110,9 +124,8 @@ struct BackwardProducer {
         clear(keys, task.keys, S::kKeys, S::kKeyBlock, lane);
         clear(values, task.keys, S::kKeys, S::kKeyBlock, lane);
         fence_shared();
-        __syncwarp();
-        if (leader) arrive(key_full);
       }
+      if (short_keys || !leader) arrive(key_full);
 #pragma unroll 1
       for (int tile = task.first_tile; tile < task.tiles; ++tile, stage.advance()) {
         const int first = tile * S::kQueries, rows = min(S::kQueries, task.queries - first);
@@ -120,22 +133,26 @@ struct BackwardProducer {
         const std::uint32_t queries = memory.queries(stage.stage), douts = memory.douts(stage.stage),
                             query_full = memory.query_full(stage.stage), dout_full = memory.dout_full(stage.stage);
         const Place place{0, task.q_index + first, task.q_phase, task.head, task.entry};
-        wait(memory.query_free(stage.stage), stage.parity);
+        if (leader && tile + 1 == task.tiles) arrive(memory.task_wanted());
+        wait(memory.tile_free(stage.stage), stage.parity);
         if (leader) {
           const std::uint32_t full = short_tile ? memory.ragged() : query_full;
           arrive_and_expect(full, (short_tile ? 2 : 1) * (S::kQueryBytes + S::kValueBytes));
           load_tile(&a.q[task.q_map], queries, S::kQueryBlock, full, place);
           load_bytes(memory.lse(stage.stage), a.parts.lse + task.row + first, S::kValueBytes, full);
-        }
-        wait(memory.dout_free(stage.stage), stage.parity);
-        if (leader) {
-          const std::uint32_t full = short_tile ? memory.ragged() : dout_full;
-          if (!short_tile) arrive_and_expect(full, S::kQueryBytes + S::kValueBytes);
-          load_tile(&a.dout[task.q_map], douts, S::kQueryBlock, full, place);
-          load_bytes(memory.delta(stage.stage), a.parts.delta + task.row + first, S::kValueBytes, full);
+          const std::uint32_t second = short_tile ? full : dout_full;
+          if (!short_tile) arrive_and_expect(second, S::kQueryBytes + S::kValueBytes);
+          load_tile(&a.dout[task.q_map], douts, S::kQueryBlock, second, place);
+          load_bytes(memory.delta(stage.stage), a.parts.delta + task.row + first, S::kValueBytes, second);
         }
         __syncwarp();
-        if (!short_tile) continue;
+        if (!short_tile) {
+          if (!leader) {
+            arrive(query_full);
+            arrive(dout_full);
+          }
+          continue;
+        }
         await_ragged();
         clear(queries, rows, S::kQueries, S::kQueryBlock, lane);
         clear(douts, rows, S::kQueries, S::kQueryBlock, lane);
@@ -144,35 +161,25 @@ struct BackwardProducer {
           store_word(memory.delta(stage.stage) + row * 4, 0);
         }
         fence_shared();
-        __syncwarp();
-        if (leader) {
-          arrive(query_full);
-          arrive(dout_full);
-        }
+        arrive(query_full);
+        arrive(dout_full);
       }
     }
   }
 
-  /// Adds one group's dQ to memory, tile by tile. Deterministic calls add in the order of keys: each pair of tiles of
-  /// sums counts the tiles of keys that are done with it (pairs, since asking and telling take about as long as a
-  /// tile). An item waits for items before it, which have been taken before it.
+  /// Adds one group's dQ to memory, tile by tile. Deterministic calls add in the order of items: each pair of tiles of
+  /// queries counts those that are done with it (pairs, since asking and telling take about as long as a tile).
+  /// Everything is told before anything is waited for.
   __device__ __forceinline__ void add(int group) const {
-    constexpr int kNone = -1;
     unsigned* const turns = a.parts.turns;
     std::uint32_t parity = 0;
     bool primed = false;
-    int open = kNone, ready = kNone;  // the pair that is being added to; the next one, if its turn has come
-    const auto close = [&] {
-      wait_stores();
-      if (open != kNone) add_release(turns + open);
-      open = kNone;
-    };
     for (Ring<kTaskSlots> at;; at.advance()) {
       wait(memory.task_full(at.stage), at.parity);
       const BackwardTask& task = tasks[at.stage];
       if (task.tiles < 0) break;
-      const unsigned turn = static_cast<unsigned>(task.turn);
-      const int first = task.first_sums * S::kBlocks + group, tiles = task.tiles, queries = task.queries;
+      const int first = task.first_sums * S::kBlocks + group, tiles = task.tiles;
+      const int own = task.tiles_of(group, S::kQueries);
       if (!primed) {  // consumers hand on nothing once
         wait(memory.sum_full(group), parity);
         arrive(memory.sum_free(group));
@@ -181,16 +188,17 @@ struct BackwardProducer {
       }
 #pragma unroll 1
       for (int tile = task.first_tile; tile < tiles; ++tile, parity ^= 1) {
+        const int begin = tile & ~1, end = min(begin + 2, own);
+        unsigned* const told = turns + first + 2 * begin;
+        const bool opens = turns && tile < own && (tile == task.first_tile || tile == begin);
+        if (opens) {
+          const unsigned turn = static_cast<unsigned>(task.turn(end * S::kQueries, a.parts.base.causal));
+          while (cuda::load_acquire(told) != turn) {}
+        }
         wait(memory.sum_full(group), parity);
-        if (!S::kWide && (2 * tile + group) * kSumTileRows >= queries) {  // no row of the strand
+        if (tile >= own) {
           arrive(memory.sum_free(group));
           continue;
-        }
-        const int pair = first + 2 * (tile & ~1);
-        const bool opens = turns && pair != open;
-        if (opens && pair != ready && cuda::load_acquire(turns + pair) != turn) {
-          close();  // the one waited for may wait for that
-          while (cuda::load_acquire(turns + pair) != turn) {}
         }
         if (opens) fence_memory();
         add_bytes(a.parts.sums + static_cast<std::int64_t>(first + 2 * tile) * S::kSumTile, memory.sums(group),
@@ -198,26 +206,20 @@ struct BackwardProducer {
         commit_stores();
         wait_stores_read<0>();
         arrive(memory.sum_free(group));
-        if (opens) {
-          wait_stores<1>();  // all but the tile just added are there, by now without a wait
-          if (open != kNone) add_release(turns + open);
-          open = pair;
-        } else if (turns && tile + 1 < tiles && cuda::load_acquire(turns + pair + 4) == turn) {
-          ready = pair + 4;
+        if (turns && tile + 1 == end) {
+          wait_stores();
+          add_release(told);
         }
       }
-      ready = kNone;
-      // Items before the next one may wait for this one, and the next one for them.
-      if (turns) close();
     }
-    close();
+    wait_stores();
   }
 
   __device__ __forceinline__ void run() const {
     const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
     if (warp == 0) load(lane);
     else if (warp == 1 && lane == 0) schedule();
-    else if (warp >= 2 && lane == 0) add(warp - 2);
+    else if (!S::kShared && warp >= 2 && lane == 0) add(warp - 2);
   }
 };
 

@@ -6,12 +6,20 @@
 
 namespace longspan::hopper {
 
+inline constexpr int kArrivals = 1;  // lanes of a warp that say in the loop that it is done
+
 template <class T, int kColumnsValue>
 struct BackwardShape {
   using Element = T;
-  static constexpr int kColumns = kColumnsValue, kKeys = kKeyTileRows;
+  static constexpr int kColumns = kColumnsValue;
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
   static constexpr bool kWide = kBlocks > 1;
+  // Heads over 128: dK and dV of 64 keys fill the registers of both groups, which have half of the columns each. Scores
+  // of these keys are computed by both, which costs no more than to exchange them through shared memory.
+  static constexpr bool kShared = kBlocks > 2;
+  static constexpr int kKeys = kShared ? kGroupRows : kKeyTileRows;
+  static constexpr int kGroupStep = kShared ? 0 : kGroupRows;  // keys from one group's first to the other's
+  static constexpr int kOwnColumns = kShared ? kColumns / 2 : kColumns, kOwnBlocks = kShared ? kBlocks / 2 : kBlocks;
   static constexpr int kQueries =
       kWide ? 64 : 128;  // of a tile: scores, their gradients and two sums fill the registers
   static constexpr int kStages = 2, kKeyStages = kWide ? 1 : 2;
@@ -19,13 +27,15 @@ struct BackwardShape {
   // Blocks of 64 columns: rows of 128 bytes, one block after the other.
   static constexpr std::uint32_t kQueryBlock = kQueries * 128, kQueryBytes = kQueryBlock * kBlocks;
   static constexpr std::uint32_t kKeyBlock = kKeys * 128, kKeyBytes = kKeyBlock * kBlocks;
-  static constexpr std::uint32_t kGroupKeys = kGroupRows * 128;  // of a block of K or V, to the second group's rows
+  static constexpr std::uint32_t kGroupKeys = kGroupStep * 128;  // of a block of K or V, to the second group's rows
+  static constexpr std::uint32_t kOwnKeys = kShared ? kOwnBlocks * kKeyBlock : kGroupKeys;  // to its dK and dV
   static constexpr std::uint32_t kValueBytes = kQueries * 4;     // lse or delta of a tile
   static constexpr std::uint32_t kScoreBlock = kKeys * 128, kScoreBytes = kScoreBlock * (kQueries / 64);
-  // dQ of a tile: each group has 64 rows (narrow heads) or 64 columns (wide ones).
+  // dQ of a tile: each group has 64 rows (narrow heads), or half of the columns (wide ones).
   static constexpr int kSumColumns = kColumns < 64 ? kColumns : 64;
   static constexpr int kSumTile = kSumTileRows * kSumColumns, kWarpSums = kSumTile / 4;  // floats
-  static constexpr std::uint32_t kSumBytes = kSumTile * 4;
+  static constexpr int kSumTiles = kShared ? 2 : 1;
+  static constexpr std::uint32_t kSumBytes = kShared ? 0 : kSumTile * 4;  // over 128 they are added from registers
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * 3);
   using Tasks = BackwardTask[kTaskSlots];
@@ -38,7 +48,7 @@ struct BackwardMemory {
                                  kQueriesEnd = kKeysEnd + 2 * S::kStages * S::kQueryBytes,
                                  kScoresEnd = kQueriesEnd + S::kScoreBytes, kSumsEnd = kScoresEnd + 2 * S::kSumBytes,
                                  kValuesEnd = kSumsEnd + 2 * S::kStages * S::kValueBytes;
-  static constexpr std::uint32_t kBarriers = 4 * S::kStages + 2 * S::kKeyStages + 2 * kTaskSlots + 5;
+  static constexpr std::uint32_t kBarriers = 3 * S::kStages + 2 * S::kKeyStages + 2 * kTaskSlots + 6;
   static constexpr int kBytes = static_cast<int>(1024 + kValuesEnd + 8 * kBarriers);
   static_assert(kBytes + static_cast<int>(sizeof(typename S::Tasks)) <= 227 * 1024);
   std::uint32_t base;
@@ -60,15 +70,13 @@ struct BackwardMemory {
   __device__ __forceinline__ std::uint32_t delta(std::uint32_t stage) const { return lse(S::kStages + stage); }
   __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const { return base + kValuesEnd + 8 * index; }
   __device__ __forceinline__ std::uint32_t query_full(std::uint32_t stage) const { return barrier(stage); }
-  __device__ __forceinline__ std::uint32_t query_free(std::uint32_t stage) const { return barrier(S::kStages + stage); }
+  /// Of Q and dO.
+  __device__ __forceinline__ std::uint32_t tile_free(std::uint32_t stage) const { return barrier(S::kStages + stage); }
   __device__ __forceinline__ std::uint32_t dout_full(std::uint32_t stage) const {
     return barrier(2 * S::kStages + stage);
   }
-  __device__ __forceinline__ std::uint32_t dout_free(std::uint32_t stage) const {
-    return barrier(3 * S::kStages + stage);
-  }
   __device__ __forceinline__ std::uint32_t key_full(std::uint32_t stage) const {
-    return barrier(4 * S::kStages + stage);
+    return barrier(3 * S::kStages + stage);
   }
   __device__ __forceinline__ std::uint32_t key_free(std::uint32_t stage) const {
     return key_full(S::kKeyStages + stage);
@@ -83,6 +91,8 @@ struct BackwardMemory {
     return task_full(2 * kTaskSlots + 1 + group);
   }
   __device__ __forceinline__ std::uint32_t sum_free(std::uint32_t group) const { return sum_full(2 + group); }
+  /// The item after the one that is being loaded should be looked up.
+  __device__ __forceinline__ std::uint32_t task_wanted() const { return sum_full(4); }
 };
 
 }  // namespace longspan::hopper

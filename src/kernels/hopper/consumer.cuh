@@ -10,9 +10,9 @@ namespace longspan::hopper {
 using cuda::fast_exp2;
 using cuda::kLn2;
 
-/// Rows whose maximum grew by less than 2^kSlack keep the old one: their weights stay below 2^kSlack, which float16
-/// holds.
-inline constexpr float kSlack = 8.0f;
+/// Rows whose maximum grew by less than kSlack, in base 2, keep the old one. No more than that, since the weight of a key
+/// that has nearly all of it is rounded then, where it would be 1 (docs/hopper_backward.md, "Errors").
+inline constexpr float kSlack = 2.0f;
 
 __device__ __forceinline__ float finite(float largest) { return largest == -LONGSPAN_INFINITY ? 0.0f : largest; }
 

@@ -14,7 +14,7 @@
 namespace longspan::hopper {
 namespace {
 
-constexpr std::int64_t kWidest = 128;
+constexpr std::int64_t kWidest = 256, kWidestInOrder = 128;
 // Strands that are worked on together: sums of dq, Q and dO of all of them should stay in L2.
 constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20, kFewestStrands = 4, kMostStrands = 32, kMostInOrder = 48;
 // Tiles of queries by which a tile of keys comes after the one before it, where they add in order.
@@ -25,14 +25,27 @@ constexpr std::int64_t kSmallSums = std::int64_t{64} << 20;
 
 /// Columns of a row of sums.
 std::int64_t sum_columns(const Problem& problem) {
-  return problem.head_dim <= 48 ? 48 : problem.head_dim <= 64 ? 64 : 128;
+  return problem.head_dim <= 48 ? 48 : problem.head_dim <= 64 ? 64 : problem.head_dim <= 128 ? 128 : 256;
 }
 
 /// Queries of a tile, as BackwardShape has them.
 int tile_queries(const Problem& problem) { return problem.head_dim <= 64 ? 128 : 64; }
+int tile_keys(const Problem& problem) { return problem.head_dim <= 128 ? kKeyTileRows : kGroupRows; }
+
+/// Items at the end that are two each, so that they fill the last round of blocks. Under a causal mask items of many
+/// lengths do that. Counted for one number of blocks, so that bits are the same on every Hopper GPU.
+int halved_items(const Plan& plan) {
+  constexpr int kBlocks = 2 * kMostHalved, kFewRounds = 6;
+  const Problem& problem = plan.problem();
+  if (plan.options().causal || problem.query_rows != problem.tokens || cuda::sums_keys(plan, 1)) return 0;
+  const double items = plan.items(tile_keys(problem));
+  if (items >= kFewRounds * kBlocks) return 0;
+  const int rest = static_cast<int>(items) % kBlocks;
+  return rest <= kMostHalved ? rest : 0;
+}
 
 struct Space {
-  std::size_t lse = 0, delta = 0, sums = 0, turns = 0, ticket = 0, dk = 0, dv = 0, total = 0;
+  std::size_t lse = 0, delta = 0, sums = 0, turns = 0, ticket = 0, joined = 0, halves = 0, dk = 0, dv = 0, total = 0;
 };
 
 Space layout(const Plan& plan) {
@@ -50,6 +63,10 @@ Space layout(const Plan& plan) {
   take(space.delta, size(rows + kKeyTileRows));
   take(space.sums, size(rows * sum_columns(problem)));
   take(space.ticket, size(1));
+  if (const int halved = halved_items(plan); halved > 0) {
+    take(space.joined, size(kMostHalved * kWarpsOfKeys));
+    take(space.halves, size(std::int64_t{halved} * 2 * 2 * tile_keys(problem) * sum_columns(problem)));
+  }
   if (plan.options().deterministic) take(space.turns, size(rows / kSumTileRows * 2));
   if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
     const std::int64_t keys = problem.batch * problem.kv_heads * problem.tokens * problem.head_dim;
@@ -60,7 +77,7 @@ Space layout(const Plan& plan) {
 }
 
 std::int64_t strands_together(const cuda::Work& work, const Problem& problem) {
-  const std::int64_t bytes = std::int64_t{work.tiles} * kKeyTileRows * sum_columns(problem) * 8;
+  const std::int64_t bytes = std::int64_t{work.tiles} * tile_keys(problem) * sum_columns(problem) * 8;
   return std::clamp(kCacheBytes / bytes, kFewestStrands, kMostStrands);
 }
 /// So many that few tiles of keys of one strand are under way, which wait for one another: a block must not come round
@@ -73,12 +90,12 @@ std::int64_t strands_in_order(const cuda::Work& work, const Problem& problem, in
 }
 
 bool make_maps(BackwardLaunch& launch, const BackwardArguments& a) {
-  const int query_box = tile_queries(a.plan.problem());
+  const int query_box = tile_queries(a.plan.problem()), key_box = tile_keys(a.plan.problem());
   return for_each_map(launch, a.plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t key_rows) {
     return encode(launch.q[map], a.q, dilation, rows, query_box) &&
            encode(launch.dout[map], a.dout, dilation, rows, query_box) &&
-           encode(launch.k[map], a.k, dilation, key_rows, kKeyTileRows) &&
-           encode(launch.v[map], a.v, dilation, key_rows, kKeyTileRows) &&
+           encode(launch.k[map], a.k, dilation, key_rows, key_box) &&
+           encode(launch.v[map], a.v, dilation, key_rows, key_box) &&
            encode(launch.dk[map], a.dk, dilation, key_rows, kGroupRows) &&
            encode(launch.dv[map], a.dv, dilation, key_rows, kGroupRows);
   });
@@ -147,6 +164,8 @@ Verdict can_run_backward(const Plan& plan) {
   const Problem& problem = plan.problem();
   if (problem.head_dim > kWidest)
     return no("takes head dims up to {} in the backward, here it is {}", kWidest, problem.head_dim);
+  if (problem.head_dim > kWidestInOrder && plan.options().deterministic)
+    return no("has deterministic gradients of head dims up to {}, here it is {}", kWidestInOrder, problem.head_dim);
   if (plan.options().detached_mix) return no("has no detached_mix");
   if (has_masks(plan)) return no("has no block masks in the backward");
   const std::int64_t rows = sum_rows(plan), columns = sum_columns(problem);
@@ -182,9 +201,14 @@ void backward(const BackwardArguments& a) {
   parts.lse = at(space.lse), parts.delta = at(space.delta), parts.sums = at(space.sums);
   parts.ticket = reinterpret_cast<unsigned*>(at(space.ticket));
   parts.turns = in_order ? reinterpret_cast<unsigned*>(at(space.turns)) : nullptr;
+  const int halved = halved_items(a.plan);
+  parts.joined = halved > 0 ? reinterpret_cast<unsigned*>(at(space.joined)) : nullptr;
+  launch.halves = at(space.halves);
   bool cleared = false;
   std::int64_t rows_left = problem.query_rows;
-  cuda::for_each_launch(a, {kKeyTileRows, true, false}, true, [&](cuda::Launch& base) {
+  // Where all fits in L2, long items of every branch come before short ones of any.
+  const bool in_parts = !in_order && sum_rows(a.plan) * sum_columns(problem) * 8 <= kCacheBytes;
+  cuda::for_each_launch(a, {tile_keys(problem), true, false, in_parts}, true, [&](cuda::Launch& base) {
     base.dk_sum = at(space.dk), base.dv_sum = at(space.dv);
     if (base.sum_keys && !cleared) cuda::check(cuda::clear_key_sums(base, stream), "clearing accumulators");
     cleared = true;
@@ -205,21 +229,23 @@ void backward(const BackwardArguments& a) {
     const PartsLaunch around = parts;
     cuda::check(starts.prepare(around, stream), "starting the preparation of backward");
 
-    bool first = true;
+    launch.first_ticket = 0;
     const auto run = [&](const cuda::Launch& part) {
       if (part.items == 0) return;
       parts.base = part;
+      parts.base.descending = in_order && part.causal;  // BackwardTask::turn
       parts.items = static_cast<unsigned>(part.items);
       launch.query_group = part.heads / part.kv_heads;
-      launch.blocks = static_cast<int>(std::min<std::int64_t>(part.items, multiprocessors(problem)));
+      launch.halved = static_cast<unsigned>(part.items == a.plan.items(tile_keys(problem)) ? halved : 0);
+      launch.blocks = static_cast<int>(std::min<std::int64_t>(part.items + launch.halved, multiprocessors(problem)));
       for (int w = 0; w < part.work_count; ++w) {
         cuda::Work& work = parts.base.work[w];
         work.chunk = static_cast<unsigned>(in_order ? strands_in_order(work, problem, launch.blocks)
                                                     : strands_together(work, problem));
       }
-      if (!first) cuda::check(cudaMemsetAsync(parts.ticket, 0, sizeof(unsigned), stream), "clearing a counter");
-      first = false;
       cuda::check(starts.run(launch, stream), "starting the Hopper backward kernel");
+      // Every block takes one number that is no item any more.
+      launch.first_ticket += parts.items + launch.halved + static_cast<unsigned>(launch.blocks);
     };
     if (in_order && base.sum_keys) cuda::for_each_writer(base, base.heads / base.kv_heads, run);
     else run(base);

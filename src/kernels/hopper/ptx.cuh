@@ -164,6 +164,11 @@ __device__ __forceinline__ std::uint64_t operand(std::uint32_t address, std::uin
   return (address & 0x3FFFF) >> 4 | static_cast<std::uint64_t>(distance >> 4) << 16 | kEightRows << 32 | kSwizzle128;
 }
 
+/// Lets the next kernel of the stream begin, which waits for this one's end where it needs what this one leaves.
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
+/// Until the kernel before this one has ended, where this one began early.
+__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));

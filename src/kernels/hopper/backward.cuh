@@ -3,8 +3,8 @@
 //   producer   a warp group with few registers: one warp loads Q, dO, K, V and row values by the copy engine, one
 //   thread
 //              looks up items, two let the copy engine add dQ to memory
-//   consumers  two warp groups of 64 keys (heads over 128: the same keys, half of the columns each). S^T = K Q^T and dP^T = V dO^T, so that P and dS are, packed, the A operands
-//   of
+//   consumers  two warp groups of 64 keys (heads over 128: the same keys, half of the columns each). S^T = K Q^T and
+//   dP^T = V dO^T, so that P and dS are, packed, the A operands of
 //              dV += P^T dO and dK += dS^T Q in registers; only dS goes through shared memory, for dQ = dS K
 //   order      [S] mask, dP under the exponentials, dS, dV, dK, barrier of both groups, dQ, the next tile's S; dQ goes
 //   to
@@ -24,6 +24,7 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) backward(const __grid_constant__ BackwardLaunch a) {
   extern __shared__ char raw[];
   __shared__ typename S::Tasks tasks;
+  __shared__ typename S::Notes notes;
   const BackwardMemory<S> memory{(cuda::shared_address(raw) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
     for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {
@@ -54,10 +55,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) backward(const __grid_constant
   const int group = uniform(threadIdx.x / kGroupThreads);
   if (group == 0) {
     give_registers<S::kProducerRegisters>();
-    BackwardProducer<S>{a, memory, tasks}.run();
+    BackwardProducer<S>{a, memory, tasks, notes}.run();
   } else {
     take_registers<S::kConsumerRegisters>();
-    BackwardConsumer<S>(a, memory, tasks, group - 1).run();
+    BackwardConsumer<S>(a, memory, tasks, notes, group - 1).run();
   }
 }
 
@@ -71,8 +72,7 @@ cudaError_t start_early(std::int64_t blocks, int threads, int shared_bytes, cuda
   if (const cudaError_t error = cudaDriverGetVersion(&driver); error != cudaSuccess) return error;
   if (driver < kDriver) return cuda::start<kKernel>(blocks, threads, shared_bytes, stream, argument);
   if (shared_bytes > 0) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute early{};
@@ -89,9 +89,10 @@ cudaError_t start_early(std::int64_t blocks, int threads, int shared_bytes, cuda
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments);
 }
 
-/// Head dims between those instantiated run with columns of zeros, which are in no tensor.
+/// Head dims between those instantiated run with columns of zeros, which are in no tensor. Lists have two.
 template <class Body>
-cudaError_t with_columns(int columns, Body&& body) {
+cudaError_t with_columns(int columns, bool lists, Body&& body) {
+  if (lists) return columns <= 64 ? body.template operator()<64>() : body.template operator()<128>();
   if (columns <= 48) return body.template operator()<48>();
   if (columns <= 64) return body.template operator()<64>();
   if (columns <= 96) return body.template operator()<96>();
@@ -101,14 +102,24 @@ cudaError_t with_columns(int columns, Body&& body) {
 
 template <class T>
 cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
-  return with_columns(launch.parts.base.columns, [&]<int kColumns>() {
+  if (launch.parts.lists) {
+    return with_columns(launch.parts.base.columns, true, [&]<int kColumns>() {
+      if constexpr (kColumns == 64 || kColumns == 128) {
+        using S = BackwardShape<T, kColumns, true>;
+        return start_early<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
+      } else {
+        return cudaErrorInvalidValue;
+      }
+    });
+  }
+  return with_columns(launch.parts.base.columns, false, [&]<int kColumns>() {
     using S = BackwardShape<T, kColumns>;
     return start_early<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
   });
 }
 template <class T>
 cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
-  return with_columns(launch.base.columns, [&]<int kColumns>() {
+  return with_columns(launch.base.columns, launch.lists, [&]<int kColumns>() {
     // Where branches share rows, all rows of dq are written by the conversion.
     const std::int64_t blocks = static_cast<std::int64_t>(launch.items) + (launch.base.merges ? 0 : launch.fill_items);
     if (blocks == 0) return cudaSuccess;
@@ -117,7 +128,7 @@ cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
 }
 template <class T>
 cudaError_t start_convert(const PartsLaunch& launch, cudaStream_t stream) {
-  return with_columns(launch.base.columns, [&]<int kColumns>() {
+  return with_columns(launch.base.columns, launch.lists, [&]<int kColumns>() {
     using S = BackwardShape<T, kColumns>;
     const std::int64_t blocks =
         std::int64_t{launch.base.merges ? launch.fill_items * kQuarters : launch.items} + key_blocks<S>(launch);
@@ -125,6 +136,12 @@ cudaError_t start_convert(const PartsLaunch& launch, cudaStream_t stream) {
     if (launch.base.merges) return start_early<&convert_rows<S>>(blocks, kPartsThreads, 0, stream, launch);
     return start_early<&convert_tiles<S>>(blocks, kPartsThreads, 0, stream, launch);
   });
+}
+
+template <class T>
+cudaError_t start_split(const PartsLaunch& launch, bool finish, cudaStream_t stream) {
+  if (finish) return cuda::start<&split_keys<T, true>>(launch.base.items, kPartsThreads, 0, stream, launch);
+  return cuda::start<&split_keys<T, false>>(launch.base.items, kPartsThreads, 0, stream, launch);
 }
 
 }  // namespace longspan::hopper

@@ -23,6 +23,7 @@ struct BackwardConsumer {
   const BackwardLaunch& a;
   const BackwardMemory<S> memory;
   typename S::Tasks& tasks;
+  const typename S::Notes& notes;
   const int group, thread, lane;
   float scores[kQueries / 2], dscores[kQueries / 2];
   float dvalues[kOwn / 2], dkeys[kOwn / 2], dqueries[S::kSumColumns / 2];
@@ -35,10 +36,12 @@ struct BackwardConsumer {
   int add;           // 0 makes dV and dK start from zero
 
   __device__ __forceinline__ BackwardConsumer(const BackwardLaunch& launch, BackwardMemory<S> shared,
-                                              typename S::Tasks& task_slots, int group_index)
+                                              typename S::Tasks& task_slots, const typename S::Notes& tile_notes,
+                                              int group_index)
       : a(launch),
         memory(shared),
         tasks(task_slots),
+        notes(tile_notes),
         group(group_index),
         thread(threadIdx.x % kGroupThreads),
         lane(threadIdx.x % kWarpThreads) {}
@@ -110,15 +113,33 @@ struct BackwardConsumer {
     products_commit();
   }
 
-  /// Keys after the strand's end, and under a causal mask queries before a key.
+  /// What the producer says of the tile of queries.
+  __device__ __forceinline__ BackwardNote note() const {
+    if constexpr (S::kLists) return notes[q.parity * S::kStages + q.stage];
+    else return {tile * kQueries, ~0u};
+  }
+  __device__ __forceinline__ bool masks() const {
+    if constexpr (S::kLists) return note().masks(group);
+    else return tile < masked_until;
+  }
+  /// Keys after the strand's end, under a causal mask queries before a key, and those whose block does not see this
+  /// one.
   __device__ __forceinline__ void mask() {
     const BackwardTask& task = tasks[taken % kTaskSlots];
-    const int own = group * S::kGroupStep + own_row(), first = tile * kQueries + 2 * (lane % 4);
+    const BackwardNote of = note();
+    const int own = group * S::kGroupStep + own_row(), first = of.first + 2 * (lane % 4);
     const int keys = task.keys, diagonal = task.diagonal;
     const auto open_from = [&](int key) {
       return key >= keys ? kQueries : a.parts.base.causal ? key + diagonal - first : -kQueries;
     };
-    const int upper = open_from(own), lower = open_from(own + 8);
+    int upper = open_from(own), lower = open_from(own + 8);
+    if constexpr (S::kLists) {
+      if (!of.sees(group, 0)) upper = max(upper, kGroupRows), lower = max(lower, kGroupRows);
+      if (kQueries > kGroupRows && !of.sees(group, 1)) {
+#pragma unroll
+        for (int j = kGroupRows / 2; j < kQueries / 2; ++j) scores[j] = -LONGSPAN_INFINITY;
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kBlocks8; ++j) {
       if (8 * j < upper) scores[4 * j] = -LONGSPAN_INFINITY;
@@ -163,8 +184,8 @@ struct BackwardConsumer {
     float* const place = a.parts.sums + sums * S::kSumTile + warp() * S::kWarpSums + lane * 4;
 #pragma unroll
     for (int j = 0; j < S::kSumColumns / 8; ++j)
-      cuda::add_four(place + j * 128, make_float4(dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2],
-                                                  dqueries[4 * j + 3]));
+      cuda::add_four(place + j * 128,
+                     make_float4(dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2], dqueries[4 * j + 3]));
   }
 
   /// dK or dV of this group's keys to float32 sums, where several items add to one row; pairs of lanes swap halves so
@@ -191,8 +212,7 @@ struct BackwardConsumer {
     }
   }
   /// The same to this group's rows of a tile in shared memory.
-  __device__ __forceinline__ void put(const float (&rows)[kOwn / 2], float factor,
-                                      std::uint32_t tile_address) const {
+  __device__ __forceinline__ void put(const float (&rows)[kOwn / 2], float factor, std::uint32_t tile_address) const {
     const int row = own_row();
     const std::uint32_t place = tile_address + group * S::kOwnKeys + row * 128 + lane % 4 * 4;
 #pragma unroll
@@ -212,7 +232,8 @@ struct BackwardConsumer {
       if (row >= rows || own_column() + chunk * 8 >= a.parts.base.columns) continue;
       const uint4 words = load_words(tile_address + group * S::kOwnKeys + chunk / 8 * S::kKeyBlock + row * 128 +
                                      ((chunk % 8 ^ (row & 7)) << 4));
-      const std::int64_t position = task.position + static_cast<std::int64_t>(group * S::kGroupStep + row) * task.stride;
+      const std::int64_t position =
+          task.position + static_cast<std::int64_t>(group * S::kGroupStep + row) * task.stride;
       T* const place = reinterpret_cast<T*>(target.data) + target.offset(task.entry, position, task.kv_head);
       store_global(place + own_column() + chunk * 8, words);
     }
@@ -248,13 +269,15 @@ struct BackwardConsumer {
   }
 
   /// dV and dK leave through the item's own tiles of V and K.
-  __device__ __forceinline__ void write_keys(const BackwardTask& task, std::uint32_t stage_of_keys) {
+  __device__ __forceinline__ void write_keys(const typename S::Item& task, std::uint32_t stage_of_keys) {
     const cuda::Launch& base = a.parts.base;
     const int rows = task.keys - group * S::kGroupStep;
-    const bool halved = task.pair >= 0, boxes = !base.sum_keys && !halved && rows >= kGroupRows;
+    bool sums = base.sum_keys;
+    if constexpr (S::kLists) sums = sums || task.split;
+    const bool halved = task.pair >= 0, boxes = !sums && !halved && rows >= kGroupRows;
     const std::uint32_t keys_tile = memory.keys(stage_of_keys), values_tile = memory.values(stage_of_keys);
     sync_threads(kItem, kBoth);  // dQ of both groups has read all of K
-    if (base.sum_keys) {
+    if (sums) {
       add_to_sums(dvalues, base.output_scale, base.dv_sum, task);
       add_to_sums(dkeys, base.sum_scale, base.dk_sum, task);
     } else if (!halved || join(task)) {
@@ -301,7 +324,7 @@ struct BackwardConsumer {
     add = 0;
     // No product is in flight where the loop closes or at the mask: the assembler would serialise all of them.
     while (true) {
-      if (tile < masked_until) mask();
+      if (masks()) mask();
       wait(memory.dout_full(q.stage), q.parity);
       multiply_douts();
       exponentiate(0, kBlocks8 / 2, factor);
@@ -330,12 +353,13 @@ struct BackwardConsumer {
 #pragma unroll
       for (int j = 0; j < kBlocks8; j += 2)  // keys 0 to 7 and 8 to 15 of queries 8 * j .. and 8 * (j + 1) ..
         if (!S::kShared || j / (kBlocks8 / 2) == group)  // groups with the same keys store half each
-          store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7)) << 4), dweights + 2 * j);
+          store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7)) << 4),
+                       dweights + 2 * j);
       fence_shared();
       add_rows(dkeys, dweights, memory.queries(q.stage));
       products_wait<1>();  // dV: frees the registers of P
       sync_threads(kWritten, kBoth);
-      const BackwardTask& task = tasks[taken % kTaskSlots];
+      const auto& task = tasks[taken % kTaskSlots];
 #pragma unroll
       for (int part = 0; part < S::kSumTiles - 1; ++part) {
         multiply_keys(part);

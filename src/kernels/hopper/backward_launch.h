@@ -10,8 +10,8 @@ namespace longspan::hopper {
 
 inline constexpr int kSumTileRows = 64;
 inline constexpr int kKeyTileRows = 128;
-inline constexpr int kWarpsOfKeys = 8;   // that hold a tile of keys
-inline constexpr int kMostHalved = 66;   // items: half of the multiprocessors of the GPU that this is made for
+inline constexpr int kWarpsOfKeys = 8;  // that hold a tile of keys
+inline constexpr int kMostHalved = 66;  // items: half of the multiprocessors of the GPU that this is made for
 
 /// Rows of one branch in one range: heads one after the other, in each the range's segments.
 struct StrandPlaces {
@@ -58,6 +58,8 @@ struct PartsLaunch {
   unsigned items, fill_items;           // of strands, and of uncovered rows after them
   bool finish_keys;                     // sums of dk and dv are complete: the conversion writes them too
   bool zero_keys;                       // uncovered rows of dk and dv are those of dq, and nobody else writes them
+  bool lists;                           // some branch has a block mask
+  bool splits;                          // some lists are cut: only the keys of these are added up in sums
 
   LONGSPAN_DEVICE std::int64_t row(const cuda::Item& item) const {
     return places[item.range * base.branch_count + item.branch].row(base.branches[item.branch], item.entry, item.head,
@@ -104,14 +106,39 @@ struct BackwardTask {
     const int own = (queries + tile_queries - 1 - group * kSumTileRows) / tile_queries;
     return own < tiles ? own : tiles;
   }
-  /// Tiles of keys that add before this one to queries up to `end`, where that has an order. Under a causal mask it is the
-  /// one in which they come to them if all start at once on the diagonal: the last tile first. Upwards each would wait for
-  /// the one before it, which has just begun.
+  /// Tiles of keys that add before this one to queries up to `end`, where that has an order. Under a causal mask it is
+  /// the one in which they come to them if all start at once on the diagonal: the last tile first. Upwards each would
+  /// wait for the one before it, which has just begun.
   LONGSPAN_DEVICE int turn(int end, bool causal) const {
     if (!causal) return key_tile;
     const int last = (end - 1 + key_tile * kKeyTileRows - diagonal) / kKeyTileRows;  // that any of them sees
     return (last < last_key_tile ? last : last_key_tile) - key_tile;
   }
+};
+
+/// Whether a place is one of several of its tile of keys, and whether it is the first of them.
+LONGSPAN_DEVICE bool is_part(const cuda::BlockLists& lists, const cuda::Item& item, bool& first) {
+  const cuda::BlockPlace* const here = &lists.place(item.entry, item.head, item.tile);
+  first = item.tile == 0 || here[-1].tile != here->tile;
+  return here->tile >= 0 && (!first || (item.tile + 1 < lists.place_count && here[1].tile == here->tile));
+}
+
+/// An item whose queries are what a list of a block mask names.
+struct BackwardListTask : BackwardTask {
+  bool listed;  // else the branch has no mask: tiles in order
+  bool empty;   // no query sees these keys: one tile is computed on zeros
+  bool split;   // one of several items that have these keys
+  int first_key;
+  cuda::BlockWalk list;
+};
+
+/// What consumers are told of a tile of queries in lists: its first query; in bits 0 and 1 whether a group masks
+/// anything, from bit 2 on whether group 0 sees the first and the second half of it, and group 1.
+struct BackwardNote {
+  int first;
+  unsigned flags;
+  LONGSPAN_DEVICE bool masks(int group) const { return flags >> group & 1; }
+  LONGSPAN_DEVICE bool sees(int group, int half) const { return flags >> (2 + 2 * group + half) & 1; }
 };
 
 }  // namespace longspan::hopper

@@ -117,16 +117,11 @@ template <class S>
 LONGSPAN_DEVICE std::int64_t key_blocks(const PartsLaunch& a) {
   return a.finish_keys ? static_cast<std::int64_t>(a.base.batch) * a.base.kv_heads * key_row_blocks<S>(a) : 0;
 }
-template <class S>
-__device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned block) {
-  using T = typename S::Element;
-  constexpr int kLanes = S::kBlocks * 8;
-  const unsigned row_blocks = key_row_blocks<S>(a), by_head = block / row_blocks;
-  const int row = static_cast<int>((block - by_head * row_blocks) * (kPartsThreads / kLanes) + threadIdx.x / kLanes);
-  const int entry = static_cast<int>(by_head / a.base.kv_heads), head = static_cast<int>(by_head) % a.base.kv_heads;
-  const int column = threadIdx.x % kLanes * 8;
-  if (row >= a.base.tokens || column >= a.base.columns) return;
-  const std::int64_t place = (static_cast<std::int64_t>(by_head) * a.base.tokens + row) * a.base.columns + column;
+/// Eight columns of dk and dv from their sums.
+template <class T>
+__device__ __forceinline__ void convert_key(const PartsLaunch& a, int entry, int head, int row, int column) {
+  const std::int64_t place =
+      ((static_cast<std::int64_t>(entry) * a.base.kv_heads + head) * a.base.tokens + row) * a.base.columns + column;
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     const cuda::Rows& target = which == 0 ? a.base.dk : a.base.dv;
@@ -135,6 +130,45 @@ __device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned bloc
     *reinterpret_cast<uint4*>(reinterpret_cast<T*>(target.data) + target.offset(entry, row, head) + column) =
         make_uint4(cuda::pack<T>(low.x, low.y), cuda::pack<T>(low.z, low.w), cuda::pack<T>(high.x, high.y),
                    cuda::pack<T>(high.z, high.w));
+  }
+}
+template <class S>
+__device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned block) {
+  using T = typename S::Element;
+  constexpr int kLanes = S::kBlocks * 8;
+  const unsigned row_blocks = key_row_blocks<S>(a), by_head = block / row_blocks;
+  const int row = static_cast<int>((block - by_head * row_blocks) * (kPartsThreads / kLanes) + threadIdx.x / kLanes);
+  const int entry = static_cast<int>(by_head / a.base.kv_heads), head = static_cast<int>(by_head) % a.base.kv_heads;
+  const int column = threadIdx.x % kLanes * 8;
+  if (row < a.base.tokens && column < a.base.columns) convert_key<T>(a, entry, head, row, column);
+}
+
+/// Tiles of keys whose lists are cut into several items, which add up in float32: zeros before, dk and dv after. One
+/// block for each item of the main kernel; the first of a tile does it.
+template <class T, bool kFinish>
+__global__ void __launch_bounds__(kPartsThreads) split_keys(const __grid_constant__ PartsLaunch a) {
+  const cuda::Item item = a.base.decode(blockIdx.x);
+  const cuda::BlockLists& lists = a.base.lists[item.branch];
+  bool first_part;
+  if (!lists.places || !is_part(lists, item, first_part) || !first_part) return;
+  const cuda::StrandRows strand =
+      a.base.branches[item.branch].strand(item.head, item.segment, a.base.length(item.entry));
+  const int first = lists.place(item.entry, item.head, item.tile).tile * kKeyTileRows;
+  const int chunks = a.base.columns / 8, rows = min(kKeyTileRows, strand.count - first);
+  for (int i = threadIdx.x; i < rows * chunks; i += kPartsThreads) {
+    const int row = strand.start + (first + i / chunks) * strand.stride, column = i % chunks * 8;
+    if constexpr (kFinish) {
+      convert_key<T>(a, item.entry, item.head, row, column);
+    } else {
+      const std::int64_t place =
+          ((static_cast<std::int64_t>(item.entry) * a.base.heads + item.head) * a.base.tokens + row) * a.base.columns +
+          column;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        reinterpret_cast<float4*>(a.base.dk_sum + place)[half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        reinterpret_cast<float4*>(a.base.dv_sum + place)[half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+    }
   }
 }
 

@@ -1,20 +1,27 @@
 // The producer of the Hopper backward (see backward.cuh): looks up items and loads tiles.
 #pragma once
 
-#include "kernels/hopper/backward_shape.cuh"
+#include "kernels/hopper/backward_lists.cuh"
 
 namespace longspan::hopper {
 
 template <class S>
 struct BackwardProducer {
+  struct NoCursor {
+    __device__ __forceinline__ explicit NoCursor(const BackwardTask&) {}
+  };
+  using Cursor = std::conditional_t<S::kLists, QueryCursor<S>, NoCursor>;
   static constexpr int kFewestHalved = 4;  // tiles of queries that are worth two items
+  // Tiles of queries before an item's end at which the next one is looked up: lists take longer.
+  static constexpr int kEarly = S::kLists ? 4 : 1;
   const BackwardLaunch& a;
   const BackwardMemory<S> memory;
   typename S::Tasks& tasks;
+  typename S::Notes& notes;
 
   /// Fills in the task of an item; false if it has no keys, or no query sees them (items are counted for the longest
   /// strands).
-  __device__ __forceinline__ bool describe(unsigned flat, BackwardTask& task) const {
+  __device__ __forceinline__ bool describe(unsigned flat, typename S::Item& task) const {
     const cuda::Launch& base = a.parts.base;
     const unsigned whole = a.parts.items - a.halved;
     const bool halved = flat >= whole;
@@ -23,7 +30,14 @@ struct BackwardProducer {
     const cuda::Item item = base.decode(halved ? whole + task.pair : flat);
     const cuda::StrandRows strand = base.branches[item.branch].strand(item.head, item.segment, base.length(item.entry));
     const cuda::StrandQueries queries = cuda::queries_of(strand, base.ranges[item.range]);
-    const int first_key = item.tile * S::kKeys;
+    int first_key = item.tile * S::kKeys;
+    if constexpr (S::kLists) {
+      const cuda::BlockLists& lists = base.lists[item.branch];
+      task.listed = task.empty = task.split = false;
+      if (lists.places) first_key = lists.place(item.entry, item.head, item.tile).tile * S::kKeys;
+      if (first_key < 0) return false;
+      task.first_key = first_key;
+    }
     task.key_tile = item.tile;
     task.last_key_tile = (strand.count + S::kKeys - 1) / S::kKeys - 1;
     task.keys = min(S::kKeys, strand.count - first_key);
@@ -38,6 +52,18 @@ struct BackwardProducer {
       else task.first_tile = split;
     }
     if (task.keys <= 0 || task.tiles <= task.first_tile) return false;
+    if constexpr (S::kLists) {
+      const cuda::BlockLists& lists = base.lists[item.branch];
+      if (lists.places) {
+        task.first_tile = 0;
+        task.tiles = find_queries<S>(lists, lists.place(item.entry, item.head, item.tile), queries.count, task);
+        task.empty = task.tiles == 0;
+        bool first_part;
+        task.split = a.parts.splits && is_part(lists, item, first_part);
+        if (task.empty && (base.sum_keys || task.split)) return false;
+        task.tiles = max(1, task.tiles);
+      }
+    }
     const int start_index = strand.start / strand.stride, q_row = static_cast<int>(queries.q_row);
     task.k_index = start_index + first_key;
     task.k_phase = strand.start - start_index * strand.stride;
@@ -103,7 +129,7 @@ struct BackwardProducer {
     };
     for (;; ready.advance(), key.advance()) {
       wait(memory.task_full(ready.stage), ready.parity);
-      const BackwardTask& task = tasks[ready.stage];
+      const auto& task = tasks[ready.stage];
       const std::uint32_t key_full = memory.key_full(key.stage);
       wait(memory.key_free(key.stage), key.parity);
       if (task.tiles < 0) {
@@ -111,7 +137,11 @@ struct BackwardProducer {
         return;
       }
       const std::uint32_t keys = memory.keys(key.stage), values = memory.values(key.stage);
-      const bool short_keys = task.keys < S::kKeys;
+      int keys_there = task.keys, queries_there = task.queries;
+      if constexpr (S::kLists) {
+        if (task.empty) keys_there = queries_there = 0;
+      }
+      const bool short_keys = keys_there < S::kKeys;
       if (leader) {
         const std::uint32_t full = short_keys ? memory.ragged() : key_full;
         const Place place{0, task.k_index, task.k_phase, task.kv_head, task.entry};
@@ -121,20 +151,28 @@ struct BackwardProducer {
       }
       if (short_keys) {
         await_ragged();
-        clear(keys, task.keys, S::kKeys, S::kKeyBlock, lane);
-        clear(values, task.keys, S::kKeys, S::kKeyBlock, lane);
+        clear(keys, keys_there, S::kKeys, S::kKeyBlock, lane);
+        clear(values, keys_there, S::kKeys, S::kKeyBlock, lane);
         fence_shared();
       }
       if (short_keys || !leader) arrive(key_full);
+      [[maybe_unused]] Cursor cursor(task);
 #pragma unroll 1
       for (int tile = task.first_tile; tile < task.tiles; ++tile, stage.advance()) {
-        const int first = tile * S::kQueries, rows = min(S::kQueries, task.queries - first);
+        int first = tile * S::kQueries;
+        if constexpr (S::kLists) first = cursor.first;
+        const int rows = min(S::kQueries, queries_there - first);
         const bool short_tile = rows < S::kQueries;
         const std::uint32_t queries = memory.queries(stage.stage), douts = memory.douts(stage.stage),
                             query_full = memory.query_full(stage.stage), dout_full = memory.dout_full(stage.stage);
         const Place place{0, task.q_index + first, task.q_phase, task.head, task.entry};
-        if (leader && tile + 1 == task.tiles) arrive(memory.task_wanted());
+        const bool wants = S::kLists ? tile == max(task.first_tile, task.tiles - kEarly) : tile + 1 == task.tiles;
+        if (leader && wants) arrive(memory.task_wanted());
         wait(memory.tile_free(stage.stage), stage.parity);
+        if constexpr (S::kLists) {
+          if (leader) notes[(stage.parity ^ 1) * S::kStages + stage.stage] = cursor.note(a.parts.base.causal);
+          cursor.advance();
+        }
         if (leader) {
           const std::uint32_t full = short_tile ? memory.ragged() : query_full;
           arrive_and_expect(full, (short_tile ? 2 : 1) * (S::kQueryBytes + S::kValueBytes));
@@ -172,7 +210,7 @@ struct BackwardProducer {
   /// Everything is told before anything is waited for.
   __device__ __forceinline__ void add(int group) const {
     unsigned* const turns = a.parts.turns;
-    std::uint32_t parity = 0;
+    std::uint32_t parity = 0, number = 0;
     bool primed = false;
     for (Ring<kTaskSlots> at;; at.advance()) {
       wait(memory.task_full(at.stage), at.parity);
@@ -196,12 +234,18 @@ struct BackwardProducer {
           while (cuda::load_acquire(told) != turn) {}
         }
         wait(memory.sum_full(group), parity);
-        if (tile >= own) {
+        int place = tile;
+        bool none = tile >= own;
+        if constexpr (S::kLists) {
+          place = notes[number++ % (2 * S::kStages)].first / S::kQueries;
+          none = !S::kWide && (2 * place + group) * kSumTileRows >= task.queries;
+        }
+        if (none) {
           arrive(memory.sum_free(group));
           continue;
         }
         if (opens) fence_memory();
-        add_bytes(a.parts.sums + static_cast<std::int64_t>(first + 2 * tile) * S::kSumTile, memory.sums(group),
+        add_bytes(a.parts.sums + static_cast<std::int64_t>(first + 2 * place) * S::kSumTile, memory.sums(group),
                   S::kSumBytes);
         commit_stores();
         wait_stores_read<0>();

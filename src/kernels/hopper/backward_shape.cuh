@@ -8,8 +8,10 @@ namespace longspan::hopper {
 
 inline constexpr int kArrivals = 1;  // lanes of a warp that say in the loop that it is done
 
-template <class T, int kColumnsValue>
+/// kLists: queries are those that lists of a block mask name (backward_lists.cuh).
+template <class T, int kColumnsValue, bool kListsValue = false>
 struct BackwardShape {
+  static constexpr bool kLists = kListsValue;
   using Element = T;
   static constexpr int kColumns = kColumnsValue;
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
@@ -29,7 +31,7 @@ struct BackwardShape {
   static constexpr std::uint32_t kKeyBlock = kKeys * 128, kKeyBytes = kKeyBlock * kBlocks;
   static constexpr std::uint32_t kGroupKeys = kGroupStep * 128;  // of a block of K or V, to the second group's rows
   static constexpr std::uint32_t kOwnKeys = kShared ? kOwnBlocks * kKeyBlock : kGroupKeys;  // to its dK and dV
-  static constexpr std::uint32_t kValueBytes = kQueries * 4;     // lse or delta of a tile
+  static constexpr std::uint32_t kValueBytes = kQueries * 4;                                // lse or delta of a tile
   static constexpr std::uint32_t kScoreBlock = kKeys * 128, kScoreBytes = kScoreBlock * (kQueries / 64);
   // dQ of a tile: each group has 64 rows (narrow heads), or half of the columns (wide ones).
   static constexpr int kSumColumns = kColumns < 64 ? kColumns : 64;
@@ -38,7 +40,10 @@ struct BackwardShape {
   static constexpr std::uint32_t kSumBytes = kShared ? 0 : kSumTile * 4;  // over 128 they are added from registers
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * 3);
-  using Tasks = BackwardTask[kTaskSlots];
+  using Item = std::conditional_t<kLists, BackwardListTask, BackwardTask>;
+  using Tasks = Item[kTaskSlots];
+  // Of the tiles in stages, and of as many before: their dQ is on its way.
+  using Notes = BackwardNote[kLists ? 2 * kStages : 1];
 };
 
 /// Addresses in shared memory.

@@ -39,7 +39,8 @@ struct Consumer {
   // The item: tiles that this group hands on before and after its own, which are [first_tile, end_tile) of the strand;
   // those below `unmasked` need no mask.
   int skipped_before, skipped_after, first_tile, end_tile, unmasked, keys, own_row;
-  bool idle;  // the group has no rows: it computes one tile, for form's sake
+  int passed = 0;  // lists: tiles since the last one computed whose values are still to be handed on
+  bool idle;       // the group has no rows: it computes one tile, for form's sake
   std::uint32_t q_tile;
   int add = 0;  // 0 makes P V start from zero: clearing registers while products run would serialise them
 
@@ -255,6 +256,24 @@ struct Consumer {
     raise(factor, correction);
     exponentiate(factor);
   }
+  /// Lists: hands on the next tile of keys if this group does not see it. The values of the last tile are still held,
+  /// so the stages left limit how many may be passed in a row; more are computed, masked.
+  __device__ __forceinline__ bool pass() {
+    await_key();
+    if (read_note().sees(group) || passed == S::kStages - 2) return false;
+    release_key();
+    await_token();
+    pass_token();
+    ++passed;
+    return true;
+  }
+  __device__ __forceinline__ void pass_values() {
+    for (; passed > 0; --passed) {
+      await_value();
+      release_value(v.stage);
+      v.advance();
+    }
+  }
   __device__ __forceinline__ void next_tile(int tile, float factor) {
     await_key();
     const ListNote note = read_note();
@@ -275,6 +294,7 @@ struct Consumer {
     if (raised) rescale(correction);
     release_value(v.stage);
     v.advance();
+    if constexpr (S::kPasses) pass_values();
     exponentiate(factor);
     if constexpr (S::kLists) clear_values_after_end(note);
   }
@@ -438,11 +458,13 @@ struct Consumer {
       if (exists(row)) write_lse(task, row, 0);
       if (exists(row + 8)) write_lse(task, row + 8, 1);
     }
-    const bool early = !S::kLists && (unneeded || (!S::kSkipsHolding && (a.base.causal || a.packed > 1)));
+    const bool early =
+        S::kPasses ? passed > 0 : !S::kLists && (unneeded || (!S::kSkipsHolding && (a.base.causal || a.packed > 1)));
     if (early) {
       products_wait<0>();
       release_value(last);
-      skip(unneeded);
+      if constexpr (S::kPasses) pass_values();
+      else skip(unneeded);
     }
     ++taken;
     q.advance();
@@ -485,7 +507,12 @@ struct Consumer {
     }
     // No product is in flight where branches meet: the assembler would serialise all of them.
     while (more) {
-      for (int tile = end_tile - 2; tile >= first_tile; --tile) next_tile(tile, factor);
+      for (int tile = end_tile - 2; tile >= first_tile; --tile) {
+        if constexpr (S::kPasses) {
+          if (pass()) continue;
+        }
+        next_tile(tile, factor);
+      }
       more = end_and_begin(factor);
     }
     if (thread == 0) wait_stores();

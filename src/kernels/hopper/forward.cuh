@@ -78,17 +78,18 @@ cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cuda
     return launch.base.merges ? run.template operator()<true, kColumns, kGroups, kKeys, kStages>()
                               : run.template operator()<false, kColumns, kGroups, kKeys, kStages>();
   };
-  const auto run_lists = [&]<int kColumns, int kKeys, int kStages, int kStreams>() {
-    using S = Shape<T, false, kColumns, 2, kKeys, kStages, kStreams, true>;
+  const auto run_lists = [&]<int kColumns, int kKeys, int kStages, int kStreams, bool kPasses>() {
+    using S = Shape<T, false, kColumns, 2, kKeys, kStages, kStreams, true, kPasses>;
     return cuda::start<&forward<S>>(choice.blocks, S::kThreads, Memory<S>::kBytes, stream, launch);
   };
   const auto is = [&](int columns, int groups, int keys, int stages) {
     return choice.columns == columns && choice.groups == groups && choice.keys == keys && choice.stages == stages;
   };
   if (choice.lists) {
-    if (is(64, 2, 64, 4)) return run_lists.template operator()<64, 64, 4, 2>();
-    if (is(128, 2, 64, 4)) return run_lists.template operator()<128, 64, 4, 1>();
-    if (is(128, 2, 128, 2)) return run_lists.template operator()<128, 128, 2, 1>();
+    if (is(64, 2, 64, 4) && choice.passes) return run_lists.template operator()<64, 64, 4, 2, true>();
+    if (is(64, 2, 64, 4)) return run_lists.template operator()<64, 64, 4, 2, false>();
+    if (is(128, 2, 64, 4)) return run_lists.template operator()<128, 64, 4, 1, true>();
+    if (is(128, 2, 128, 2)) return run_lists.template operator()<128, 128, 2, 1, false>();
     return cudaErrorInvalidValue;
   }
   if (is(48, 3, 128, 3)) return run.template operator()<true, 48, 3, 128, 3>();

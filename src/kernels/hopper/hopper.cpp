@@ -149,6 +149,7 @@ Choice choose(const Plan& plan) {
     // Tiles of 128 rows, as few lists as the masks have. Narrow heads leave registers for two of them in a block.
     choice.columns = problem.head_dim <= 64 ? 64 : 128;
     choice.streams = choice.columns == 64 ? 2 : 1;
+    choice.passes = smallest_block(plan) == kGroupRows;
     if (choice.columns == 128 && smallest_block(plan) >= 128) set(2, 128, 2);
     else set(2, 64, 4);
     return choice;

@@ -24,8 +24,9 @@ constexpr double kMostSums = 3.0;
 constexpr std::int64_t kSmallSums = std::int64_t{64} << 20;
 
 /// Columns of a row of sums.
-std::int64_t sum_columns(const Problem& problem) {
-  return problem.head_dim <= 48 ? 48 : problem.head_dim <= 64 ? 64 : problem.head_dim <= 128 ? 128 : 256;
+std::int64_t sum_columns(const Plan& plan) {
+  const std::int64_t columns = plan.problem().head_dim;
+  return columns <= 48 && !has_masks(plan) ? 48 : columns <= 64 ? 64 : columns <= 128 ? 128 : 256;
 }
 
 /// Queries of a tile, as BackwardShape has them.
@@ -37,7 +38,8 @@ int tile_keys(const Problem& problem) { return problem.head_dim <= 128 ? kKeyTil
 int halved_items(const Plan& plan) {
   constexpr int kBlocks = 2 * kMostHalved, kFewRounds = 6;
   const Problem& problem = plan.problem();
-  if (plan.options().causal || problem.query_rows != problem.tokens || cuda::sums_keys(plan, 1)) return 0;
+  if (plan.options().causal || problem.query_rows != problem.tokens || has_masks(plan) || cuda::sums_keys(plan, 1))
+    return 0;
   const double items = plan.items(tile_keys(problem));
   if (items >= kFewRounds * kBlocks) return 0;
   const int rest = static_cast<int>(items) % kBlocks;
@@ -56,16 +58,16 @@ Space layout(const Plan& plan) {
     space.total += (static_cast<std::size_t>(bytes) + 255) / 256 * 256;
   };
   const auto size = [](std::int64_t count) { return count * static_cast<std::int64_t>(sizeof(float)); };
-  if (problem.has_lengths) space.total = cuda::layout(plan, Pass::forward, false).total;  // where calls put lengths
+  space.total = cuda::layout(plan, Pass::forward, false).total;  // where calls put lengths and adaptive masks
   const std::int64_t rows = sum_rows(plan);
   // A last tile of row values may end after the last strand.
   take(space.lse, size(rows + kKeyTileRows));
   take(space.delta, size(rows + kKeyTileRows));
-  take(space.sums, size(rows * sum_columns(problem)));
+  take(space.sums, size(rows * sum_columns(plan)));
   take(space.ticket, size(1));
   if (const int halved = halved_items(plan); halved > 0) {
     take(space.joined, size(kMostHalved * kWarpsOfKeys));
-    take(space.halves, size(std::int64_t{halved} * 2 * 2 * tile_keys(problem) * sum_columns(problem)));
+    take(space.halves, size(std::int64_t{halved} * 2 * 2 * tile_keys(problem) * sum_columns(plan)));
   }
   if (plan.options().deterministic) take(space.turns, size(rows / kSumTileRows * 2));
   if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
@@ -76,15 +78,16 @@ Space layout(const Plan& plan) {
   return space;
 }
 
-std::int64_t strands_together(const cuda::Work& work, const Problem& problem) {
-  const std::int64_t bytes = std::int64_t{work.tiles} * tile_keys(problem) * sum_columns(problem) * 8;
+std::int64_t strands_together(const cuda::Work& work, const Plan& plan) {
+  if (has_masks(plan)) return 1;  // few tiles of keys share queries
+  const std::int64_t bytes = std::int64_t{work.tiles} * tile_keys(plan.problem()) * sum_columns(plan) * 8;
   return std::clamp(kCacheBytes / bytes, kFewestStrands, kMostStrands);
 }
 /// So many that few tiles of keys of one strand are under way, which wait for one another: a block must not come round
 /// to a strand before its turn there. Chunks are even, since the last one would wait most.
-std::int64_t strands_in_order(const cuda::Work& work, const Problem& problem, int blocks) {
-  const std::int64_t tiles = std::int64_t{work.tiles} * kKeyTileRows / tile_queries(problem);
-  const std::int64_t strands = std::clamp(kLag * blocks / tiles, strands_together(work, problem), kMostInOrder);
+std::int64_t strands_in_order(const cuda::Work& work, const Plan& plan, int blocks) {
+  const std::int64_t tiles = std::int64_t{work.tiles} * kKeyTileRows / tile_queries(plan.problem());
+  const std::int64_t strands = std::clamp(kLag * blocks / tiles, strands_together(work, plan), kMostInOrder);
   const std::int64_t chunks = std::max<std::int64_t>(1, work.strands / strands);
   return std::max<std::int64_t>(1, (work.strands + chunks - 1) / chunks);
 }
@@ -121,6 +124,15 @@ bool fits_workspace(const BackwardArguments& a) {
   if (a.plan.problem().query_rows != a.plan.problem().tokens) return true;
   return std::all_of(a.ranges.begin(), a.ranges.end(),
                      [&](const RowRange& range) { return range.count == 0 || range.count == a.q.rows(); });
+}
+
+bool is_adaptive(const Plan& plan) {
+  return std::any_of(plan.branches().begin(), plan.branches().end(),
+                     [](const BranchPlan& branch) { return branch.adaptive_density > 0; });
+}
+
+bool is_whole(const BackwardArguments& a) {
+  return a.ranges.size() == 1 && a.ranges[0].count == a.plan.problem().tokens;
 }
 
 void count_items(PartsLaunch& parts) {
@@ -167,8 +179,9 @@ Verdict can_run_backward(const Plan& plan) {
   if (problem.head_dim > kWidestInOrder && plan.options().deterministic)
     return no("has deterministic gradients of head dims up to {}, here it is {}", kWidestInOrder, problem.head_dim);
   if (plan.options().detached_mix) return no("has no detached_mix");
-  if (has_masks(plan)) return no("has no block masks in the backward");
-  const std::int64_t rows = sum_rows(plan), columns = sum_columns(problem);
+  if (has_masks(plan) && plan.options().deterministic)
+    return no("has no block masks with gradients that repeat bit for bit");
+  const std::int64_t rows = sum_rows(plan), columns = sum_columns(plan);
   const double rows_of_dq =
       static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.query_rows);
   const double ratio = static_cast<double>(rows) / std::max(rows_of_dq, 1.0);
@@ -189,7 +202,10 @@ std::size_t backward_workspace_bytes(const Plan& plan) {
 void backward(const BackwardArguments& a) {
   const Problem& problem = a.plan.problem();
   BackwardLaunch launch{};
-  if (!cuda::has_key_sums(a) || !fits_workspace(a) || !make_maps(launch, a)) return cuda::backward_matrix(a);
+  const bool masked = has_masks(a.plan);
+  // Lists of blocks go by tiles of queries on the strand's grid, as sums do where the queries are all rows.
+  if (!cuda::has_key_sums(a) || !fits_workspace(a) || (masked && !is_whole(a)) || !make_maps(launch, a))
+    return cuda::backward_matrix(a);
   const cuda::DeviceGuard guard(a.q.device.index);
   cuda::check_pointers(a);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
@@ -206,10 +222,17 @@ void backward(const BackwardArguments& a) {
   launch.halves = at(space.halves);
   bool cleared = false;
   std::int64_t rows_left = problem.query_rows;
+  parts.lists = masked;
   // Where all fits in L2, long items of every branch come before short ones of any.
-  const bool in_parts = !in_order && sum_rows(a.plan) * sum_columns(problem) * 8 <= kCacheBytes;
-  cuda::for_each_launch(a, {tile_keys(problem), true, false, in_parts}, true, [&](cuda::Launch& base) {
+  const bool in_parts = !in_order && !masked && sum_rows(a.plan) * sum_columns(a.plan) * 8 <= kCacheBytes;
+  const cuda::Tiling tiling{tile_keys(problem), true, false, in_parts, cuda::splits_lists(a.plan)};
+  cuda::for_each_launch(a, tiling, true, [&](cuda::Launch& base) {
     base.dk_sum = at(space.dk), base.dv_sum = at(space.dv);
+    // Where nothing else adds up, only the keys of lists that are cut do; which these are, adaptive masks do not say.
+    parts.splits = tiling.splits && problem.heads == problem.kv_heads && !is_adaptive(a.plan);
+    base.sum_keys = base.sum_keys && !parts.splits;
+    parts.base = base;
+    if (parts.splits) cuda::check(starts.split(parts, false, stream), "clearing sums of keys");
     if (base.sum_keys && !cleared) cuda::check(cuda::clear_key_sums(base, stream), "clearing accumulators");
     cleared = true;
     // Around the main kernel: tiles of query rows, and all rows where several branches may share one.
@@ -240,8 +263,8 @@ void backward(const BackwardArguments& a) {
       launch.blocks = static_cast<int>(std::min<std::int64_t>(part.items + launch.halved, multiprocessors(problem)));
       for (int w = 0; w < part.work_count; ++w) {
         cuda::Work& work = parts.base.work[w];
-        work.chunk = static_cast<unsigned>(in_order ? strands_in_order(work, problem, launch.blocks)
-                                                    : strands_together(work, problem));
+        work.chunk = static_cast<unsigned>(in_order ? strands_in_order(work, a.plan, launch.blocks)
+                                                    : strands_together(work, a.plan));
       }
       cuda::check(starts.run(launch, stream), "starting the Hopper backward kernel");
       // Every block takes one number that is no item any more.
@@ -250,6 +273,10 @@ void backward(const BackwardArguments& a) {
     if (in_order && base.sum_keys) cuda::for_each_writer(base, base.heads / base.kv_heads, run);
     else run(base);
     cuda::check(starts.convert(around, stream), "starting the conversion of gradients");
+    if (parts.splits) {
+      parts.base = base;
+      cuda::check(starts.split(parts, true, stream), "converting sums of keys");
+    }
   });
 }
 

@@ -1,6 +1,6 @@
 // Items whose keys are named by a list of a block mask: which tiles of keys they are, and what is to be masked in each.
 //   A tile of queries is 128 rows of the strand's grid, 64 for each of two groups; a tile of keys is a block or half of
-//   one. A group whose block row does not see a block computes with it all the same, masked.
+//   one. Blocks of 64 give each group a list of its own; both go through the union of the two.
 #pragma once
 
 #include "kernels/hopper/shape.cuh"

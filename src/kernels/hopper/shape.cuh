@@ -16,15 +16,16 @@ inline constexpr int kTaskSlots = 4;
 
 /// kMerges: several branches may share rows, which are then handed from one to the next.
 /// kStreams: items that a block works on side by side, each with groups and shared memory of its own.
-/// kLists: keys are those that lists of a block mask name (lists.cuh).
+/// kLists: keys are those that lists of a block mask name (lists.cuh). kPasses: the groups of an item have blocks of
+/// their own, and hand on those that only others see.
 template <class T, bool kMergesValue, int kColumnsValue, int kGroupsValue, int kKeysValue, int kStagesValue,
-          int kStreamsValue = 1, bool kListsValue = false>
+          int kStreamsValue = 1, bool kListsValue = false, bool kPassesValue = false>
 struct Shape {
   using Element = T;
   static constexpr bool kMerges = kMergesValue;
   static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
   static constexpr int kStreams = kStreamsValue, kAllGroups = kGroups * kStreams;
-  static constexpr bool kLists = kListsValue;
+  static constexpr bool kLists = kListsValue, kPasses = kPassesValue;
   static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kAllGroups + 1);
   static constexpr int kQuerySlots = kGroups == 4 && !kMerges ? 3 : 2;  // short strands need Q early
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;

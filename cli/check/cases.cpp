@@ -34,7 +34,7 @@ class Dice {
 constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 BlockMask random_mask(Dice& dice, std::int64_t strand_rows, std::int64_t heads) {
-  const int size = dice.of({16, 32, 64});
+  const int size = dice.of({16, 32, 64, 128});
   const std::int64_t blocks = ceil_divide(strand_rows, size);
   const std::int64_t mask_heads = dice.one_in(2) ? 1 : heads;
   const std::int64_t chances = dice.between(1, 4);

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "gpu/hopper_case.h"
+#include "kernels/cuda/prepare.h"
 
 namespace longspan::testing {
 namespace {
@@ -60,6 +61,10 @@ std::vector<Setting> settings() {
           {"local_ranges_wide", local, {1, 1401, 2, 2, 128}, {}, {{100, 333}, {900, 500}}},
           {"global", global, {1, 1300, 4, 2, 64}, {}, {}},
           {"global_wide", global, {1, 1300, 2, 2, 128}, {}, {}},
+          // So many block rows see the first block that its list is cut in the backward.
+          {"global_long", global, {1, 5000, 2, 2, 64}, {}, {}},
+          {"global_long_wide", global, {1, 5000, 2, 2, 128}, {}, {}},
+          {"global_long_grouped", global, {2, 4700, 2, 1, 64}, {4700, 4600}, {}},
           {"random", random, {2, 1100, 3, 3, 64}, {}, {}},
           {"random_wide", random, {1, 1100, 4, 2, 128}, {}, {}},
           {"everything", everything, {1, 1000, 2, 2, 64}, {}, {}},
@@ -183,6 +188,14 @@ TEST(HopperBlockRefusals, SayWhy) {
   EXPECT_NE(why(Pattern::parse("longnet 256/1{block=64 local_window(64)} 512/2"), 64).find("share rows"),
             std::string::npos);
   EXPECT_EQ(why(local(64), 64), "");
+}
+
+/// Else the cases called long would not be.
+TEST(HopperBlockLists, LongColumnsAreCut) {
+  for (const int block : {64, 128}) {
+    EXPECT_TRUE(cuda::splits_lists(Plan(global(block), {}, problem_of(4700, 2, 64))));
+    EXPECT_FALSE(cuda::splits_lists(Plan(global(block), {}, problem_of(1300, 2, 64))));
+  }
 }
 
 TEST(HopperBlockChoice, CanBePrinted) {

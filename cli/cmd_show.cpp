@@ -1,5 +1,9 @@
 // longspan show: draws any pattern, on the terminal and as SVG, and writes block masks as arrays.
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <initializer_list>
 #include <memory>
 
 #include "command.h"
@@ -32,7 +36,17 @@ const BlockMask& only_mask(const Plan& plan) {
   throw InvalidArgument("mask-out", "--mask-out: the pattern has no block mask that is known without data; use a block pattern such as bigbird");
 }
 
+/// Names say what is in a file: a mask is an array, a drawing is SVG.
+void check_name(std::string_view option, const std::string& name, std::initializer_list<std::string_view> endings) {
+  const std::string_view path = std::string_view(name).substr(0, name.rfind('#'));
+  const bool known = std::any_of(endings.begin(), endings.end(), [&](std::string_view ending) { return path.ends_with(ending); });
+  if (name.empty() || known || name.starts_with("/dev/")) return;
+  throw InvalidArgument(std::string(option), fmt::format("--{} '{}': give a file that ends in {}", option, name, fmt::join(endings, " or ")));
+}
+
 int run(const ShowCommand& command) {
+  check_name("svg", command.svg, {".svg"});
+  check_name("mask-out", command.mask, {".npy", ".safetensors"});
   const ProblemChoice choice = command.problem.resolve();
   const auto plan = Attention(choice.pattern, choice.options).plan(choice.problem(kDefaultTokens));
   const Problem& problem = plan->problem();

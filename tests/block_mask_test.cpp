@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <functional>
 #include <random>
@@ -91,8 +92,45 @@ TEST(BlockPatterns, EqualTheirDefinitions) {
   }
 }
 
+// Long rows: many vectors, few and many words below the limit, and heads that follow each other.
+TEST(BlockPatterns, LongRowsDrawTheLowestWords) {
+  constexpr std::int64_t kBlocks = 3001;
+  for (const double density : {0.001, 0.004, 0.06, 0.7}) {
+    for (const bool causal : {false, true}) {
+      const BlockMask mask = BlockPattern::random(density, 0xfedcba9876543210u, 16).mask(16 * kBlocks, 2, causal);
+      for (std::int64_t head = 0; head < 2; ++head) {
+        for (const std::int64_t row : {0, 1, 63, 64, 1500, 2999, 3000}) {
+          const std::int64_t candidates = causal ? row + 1 : kBlocks;
+          std::vector<std::pair<std::uint32_t, std::int32_t>> ranked;
+          for (std::int32_t column = 0; column < candidates; ++column) {
+            const std::array<std::uint32_t, 4> counter = {static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(column), static_cast<std::uint32_t>(head), 0};
+            if (column != row) ranked.emplace_back(philox4x32(0xfedcba9876543210u, counter)[0], column);
+          }
+          std::sort(ranked.begin(), ranked.end());
+          const auto kept = std::max<std::int64_t>(1, static_cast<std::int64_t>(std::floor(density * static_cast<double>(candidates) + 0.5)));
+          std::vector<std::int32_t> wanted = {static_cast<std::int32_t>(row)};
+          for (std::size_t i = 0; i + 1 < static_cast<std::size_t>(kept); ++i) wanted.push_back(ranked[i].second);
+          std::sort(wanted.begin(), wanted.end());
+          const auto drawn = mask.row(head, row);
+          EXPECT_EQ(std::vector<std::int32_t>(drawn.begin(), drawn.end()), wanted) << density << " head " << head << " row " << row << " causal " << causal;
+        }
+      }
+    }
+  }
+}
+
 TEST(BlockPatterns, PresetsAreUnions) {
-  EXPECT_EQ(BlockPattern::bigbird(), BlockPattern::global_local(128, 192) | BlockPattern::random(0.05, 0));
+  const auto spelled_out = BlockPattern::global_local(128, 192) | BlockPattern::random(0.05, 0);
+  EXPECT_EQ(BlockPattern::bigbird().mask(5000, 2, false), spelled_out.mask(5000, 2, false));
+  EXPECT_EQ(BlockPattern::bigbird(128, 192), spelled_out);
+  // Only what was asked for can be too much.
+  for (const std::int64_t rows : {0, 1, 100, 127, 128}) {
+    EXPECT_EQ(BlockPattern::bigbird().mask(rows, 1, false).density(), rows > 0 ? 1.0 : 0.0);
+    EXPECT_NO_THROW(BlockPattern::parse("longformer").mask(rows, 1, true));
+    if (rows < 128) {
+      EXPECT_THROW(BlockPattern::bigbird(128).mask(rows, 1, false), InvalidArgument);
+    }
+  }
   EXPECT_EQ(BlockPattern::longformer(256, 32, 16), BlockPattern::global_local(32, 256, 16));
   EXPECT_EQ(Pattern::parse("bigbird"), Pattern::block_sparse(BlockPattern::bigbird()));
   EXPECT_EQ(Pattern::parse("bigbird(64,96,0.1,3) block=32"), Pattern::block_sparse(BlockPattern::bigbird(64, 96, 0.1, 3, 32)));
@@ -119,6 +157,14 @@ TEST(BlockPatterns, UnionWithAMaskOfOnesOwn) {
   expect_mask(both.mask(160, 2, false), 2, [&](auto h, auto i, auto j) { return std::abs(i - j) <= 1 || own.active(h, i, j); }, both.to_string());
   EXPECT_THROW(both.mask(161, 2, false), InvalidArgument);
   EXPECT_THROW(BlockPattern::local_window(32, 32) | BlockPattern(own), InvalidArgument);
+}
+
+// A mask for every batch entry and head: random terms still draw by head, the same for all entries.
+TEST(BlockPatterns, RandomTermsDrawByHeadBesideAMaskOfAllEntries) {
+  const BlockMask own = some_mask(2 * 3, 20, 3);
+  const BlockMask both = (BlockPattern::random(0.2, 9, 16) | BlockPattern(own)).mask(320, 3, false);
+  const Predicate drawn = random_definition(0.2, 9, 20, false);
+  expect_mask(both, 6, [&](auto h, auto i, auto j) { return drawn(h % 3, i, j) || own.active(h, i, j); }, "2 entries of 3 heads");
 }
 
 TEST(BlockMask, SetOperations) {
@@ -196,7 +242,7 @@ TEST(BlockPatterns, TextReadsBack) {
   const BlockPattern patterns[] = {BlockPattern::local_window(512), BlockPattern::strided(300, 32), BlockPattern::dilated_sparse({1, 2, 16}, 128),
                                    BlockPattern::global_local(64, 512), BlockPattern::hierarchical(), BlockPattern::hierarchical({{16, -1}}, 16),
                                    BlockPattern::random(1.0 / 3, 0xffffffffffffffffu), BlockPattern::adaptive(0.1, 128), BlockPattern::bigbird(),
-                                   BlockPattern::longformer(256), some_mask(2, 4, 1), BlockPattern::local_window(64, 16) | BlockPattern(some_mask(2, 4, 1))};
+                                   BlockPattern::longformer(256), BlockPattern::parse("longformer"), some_mask(2, 4, 1), BlockPattern::local_window(64, 16) | BlockPattern(some_mask(2, 4, 1))};
   for (const BlockPattern& pattern : patterns) {
     EXPECT_EQ(BlockPattern::parse(pattern.to_string()), pattern) << pattern.to_string();
     for (const Pattern& whole : {Pattern::block_sparse(pattern), Pattern::dilated({64, 256}, {1, 4}).with_mask(1, pattern)}) {
@@ -235,7 +281,7 @@ TEST(BlockPatterns, RefuseBadInput) {
   EXPECT_THROW(BlockMask::from_lists(16, 1, 2, {0, 1, 2}, {0, 2}), InvalidArgument);
   for (const char* text : {"bigbird(", "bigbird(1,2,3,4,5)", "bigbird(64,64,0)", "random", "random(0)", "random(0.1,-1)", "local_window", "local_window()",
                            "local_window(x)", "local_window(64) block=65", "hierarchical(64)", "+local_window(64)x", "+", "strided(64) 4/1",
-                           "adaptive(0.5)+strided(64)", "block_sparse", "block_sparse block=64", "longformer(1,2,3)"}) {
+                           "adaptive(0.5)+strided(64)", "global_local(-1,64)", "global_local(<=-1,64)", "global_local(64,<=64)", "block_sparse", "block_sparse block=64", "longformer(1,2,3)"}) {
     EXPECT_THROW(Pattern::parse(text), InvalidArgument) << text;
   }
 }
@@ -248,8 +294,8 @@ TEST(BlockPatterns, AdaptiveNeedsTheWholeSequence) {
   EXPECT_THROW(Plan(Pattern::longnet({256}, {2}).with_mask(0, BlockPattern::adaptive(0.5)), {}, problem), InvalidArgument);
 }
 
-// A million tokens in 8,192 block rows: 67 million Philox words, and lists of the active blocks only. Takes 65 ms on two
-// cores and 100 on one; the bound here only catches what grows with the square in memory or allocations.
+// A million tokens in 8,192 block rows: 67 million Philox words, and lists of the active blocks only. bench/block_plan.py has
+// the time; the bound here only catches what grows with the square in memory or allocations.
 TEST(BlockPatterns, MillionTokensPlanQuickly) {
   Problem problem;
   problem.tokens = problem.query_rows = 1 << 20;

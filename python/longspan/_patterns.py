@@ -111,14 +111,16 @@ def bigbird(
     seed: int = 0,
     block_size: int = 64,
 ) -> BlockPattern:
-    """Global tokens (default: two blocks), a local window (default: three blocks) and random blocks."""
+    """Global tokens (default: two blocks, or all there are), a local window (default: three blocks) and random blocks."""
     return BlockPattern.bigbird(
         -1 if global_tokens is None else global_tokens, -1 if window is None else window, density, seed, block_size
     )
 
 
-def longformer(window: int = 512, global_tokens: int = 64, block_size: int = 64) -> BlockPattern:
-    """A local window and some global tokens."""
+def longformer(window: int = 512, global_tokens: int | None = None, block_size: int = 64) -> BlockPattern:
+    """A local window and some global tokens (default: 64, or all there are)."""
+    if global_tokens is None:
+        return BlockPattern.parse(f"block={block_size} longformer({window})")
     return BlockPattern.global_local(global_tokens, window, block_size)
 
 

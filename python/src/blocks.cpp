@@ -54,8 +54,8 @@ nb::object to_dense(const BlockMask& mask) {
 
 void check_index(const BlockMask& mask, std::int64_t head, std::int64_t block) {
   if (head < 0 || (head >= mask.heads() && mask.heads() != 1) || block < 0 || block >= mask.blocks()) {
-    throw InvalidArgument("block_row", fmt::format("head {}, block {}: the mask has {} heads and {} blocks", head, block,
-                                                   mask.heads(), mask.blocks()));
+    throw InvalidArgument("block_row", fmt::format("head {}, block {}: the mask has heads 0 to {} and blocks 0 to {}", head, block,
+                                                   mask.heads() - 1, mask.blocks() - 1));
   }
 }
 
@@ -83,7 +83,14 @@ void bind_mask(nb::module_& module) {
       .def_prop_ro("blocks", &BlockMask::blocks)
       .def_prop_ro("active_blocks", &BlockMask::active_blocks)
       .def_prop_ro("density", &BlockMask::density, "Fraction of blocks kept.")
-      .def("active", &BlockMask::active, "head"_a, "block_row"_a, "block_column"_a)
+      .def(
+          "active",
+          [](const BlockMask& mask, std::int64_t head, std::int64_t row, std::int64_t column) {
+            check_index(mask, head, row);
+            check_index(mask, head, column);
+            return mask.active(head, row, column);
+          },
+          "head"_a, "block_row"_a, "block_column"_a)
       .def(
           "row",
           [](const BlockMask& mask, std::int64_t head, std::int64_t block) {

@@ -132,6 +132,48 @@ def test_inspection(pattern):
     assert isinstance(as_numpy, np.ndarray) and np.array_equal(as_numpy, received.numpy())
 
 
+def test_wrong_inputs_of_inspection_are_named():
+    query, key, _ = (x.detach() for x in inputs())
+    adaptive, ok = longspan.adaptive(0.4, SIZE), torch.ones(2, 101, dtype=torch.bool)
+    looks = [
+        lambda q, k, **data: longspan.adaptive_mask(q, k, adaptive, **data),
+        lambda q, k, **data: longspan.attention_blocks(q, k, PATTERNS["bigbird"], **data),
+        lambda q, k, **data: longspan.attention_received(q, k, PATTERNS["bigbird"], **data),
+    ]
+    for look in looks:
+        look(query, key, key_mask=ok)
+        for q, k, data, name in (
+            (query, key[:1], {}, "k"),
+            (query, key[..., :4], {}, "k"),
+            (query, key.half(), {}, "k"),
+            (query, key[:, :, :1].expand(-1, -1, 3, -1), {}, "k"),
+            (query[:, :50], key, {}, "q"),
+            (query[0], key, {}, "q"),
+            (query, key, {"key_mask": ok[:, :50]}, "key_mask"),
+            (query, key, {"key_mask": ok.float()}, "key_mask"),
+            (query, key, {"lengths": torch.tensor([5, 102])}, "lengths"),
+            (query, key, {"lengths": torch.tensor([5])}, "lengths"),
+            (query, key, {"query_ranges": [(60, 50)]}, "query_ranges"),
+        ):
+            with pytest.raises(longspan.InvalidArgument) as error:
+                look(q, k, **data)
+            assert error.value.argument == name, str(error.value)
+    with pytest.raises(longspan.InvalidArgument, match="use adaptive"):
+        longspan.adaptive_mask(query, key, PATTERNS["bigbird"])
+    mask = longspan.adaptive_mask(query, key, adaptive)
+    for place in ((8, 0, 0), (-1, 0, 0), (0, 7, 0), (0, 0, 7), (0, 0, -1)):
+        with pytest.raises(longspan.InvalidArgument, match="blocks 0 to 6"):
+            mask.active(*place)
+    assert longspan.adaptive_mask(query.repeat(1, 1, 1, 40), key.repeat(1, 1, 1, 40), adaptive).blocks == 7  # any head dim
+
+
+def test_short_sequences_are_all_global():
+    assert longspan.bigbird().mask(100).density == 1.0 == longspan.longformer().mask(50).density
+    assert longspan.BlockPattern.parse(str(longspan.longformer())) == longspan.longformer()
+    with pytest.raises(longspan.InvalidArgument, match="give at most"):
+        longspan.longformer(512, 64).mask(50)
+
+
 @pytest.fixture
 def fresh_warnings():
     options._warned.clear()

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <limits>
 
 #include "attention/key_rows.h"
 #include "attention/query_rows.h"
@@ -99,7 +100,10 @@ int alignment_of(std::span<const Named> tensors) {
   return static_cast<int>(bits & (~bits + 1));
 }
 
-void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const Call& call) {
+constexpr std::int64_t kMostColumns = 256;
+
+void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const Call& call,
+                  std::int64_t most_columns = kMostColumns) {
   const bool pieces = !call.pieces.empty();
   check_tensor("q", q);
   check_tensor("k", k, pieces);
@@ -116,7 +120,7 @@ void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const Cons
   check_dtype_device("k", k, q.dtype, q);
   check_dtype_device("v", v, q.dtype, q);
   check_same("v", v, k, "k");
-  if (q.columns() < 1 || q.columns() > 256) reject("q", "head_dim {} of q: head dims from 1 to 256 are supported", q.columns());
+  if (q.columns() < 1 || q.columns() > most_columns) reject("q", "head_dim {} of q: head dims from 1 to {} are supported", q.columns(), most_columns);
   if (k.columns() != q.columns()) reject("k", "k has head_dim {}, q has {}: they must be equal", k.columns(), q.columns());
   if (k.batch() != q.batch()) reject("k", "k has batch {}, q has {}: they must be equal", k.batch(), q.batch());
   if (q.heads() < 1) reject("q", "q has {} heads: at least one is needed", q.heads());
@@ -296,6 +300,12 @@ Problem check_forward(const Options&, const ConstTensorView& q, const ConstTenso
   check_outputs(outputs, inputs);
   const Named tensors[] = {{"q", q}, {"k", k}, {"v", v}, {"out", out}};
   return make_problem(q, k, call, tensors);
+}
+
+void check_inspection(const ConstTensorView& q, const ConstTensorView& k, const Call& call, bool any_columns) {
+  if (!call.pieces.empty()) reject("pieces", "pieces are given: inspection takes k as one tensor; drop them");
+  check_shapes(q, k, k, call, any_columns ? std::numeric_limits<std::int64_t>::max() : kMostColumns);
+  check_call(q, k, call);
 }
 
 Problem check_backward(const Options& options, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,

@@ -16,6 +16,9 @@ Problem check_backward(const Options& options, const ConstTensorView& q, const C
                        const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
                        const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call);
 
+/// The same for calls that only look at q and k. `any_columns`: block means are taken of any head dim.
+void check_inspection(const ConstTensorView& q, const ConstTensorView& k, const Call& call, bool any_columns = false);
+
 /// With pieces, every row that a query attends to must be in some piece.
 void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorView& v, const Call& call,
                   std::span<const RowRange> ranges);

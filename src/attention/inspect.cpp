@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "attention/call_masks.h"
+#include "attention/check.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/kernel.h"
 #include "kernels/plain/rows.h"
@@ -61,16 +62,6 @@ class FloatTensor {
   TensorView view_;
 };
 
-void check_inputs(const ConstTensorView& q, const ConstTensorView& k, const Call& call) {
-  if (q.device != k.device) {
-    throw InvalidArgument("q", fmt::format("q is on {}, k on {}: put them on one device", to_string(q.device), to_string(k.device)));
-  }
-  if (!call.pieces.empty()) throw InvalidArgument("pieces", "pieces are given: inspection takes k as one tensor");
-  if (k.heads() < 1 || q.heads() % k.heads() != 0) {
-    throw InvalidArgument("k", fmt::format("k has {} heads, q has {}: q's must be a multiple", k.heads(), q.heads()));
-  }
-}
-
 /// The same attention without what does not concern weights.
 Attention weights_only(const Attention& attention) {
   Options options = attention.options();
@@ -93,6 +84,7 @@ struct BlockRowValues {
 }  // namespace
 
 BlockMask adaptive_mask(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const Call& call) {
+  check_inspection(q, k, call, true);
   const auto plan = attention.plan(Attention::problem(q, k, call));
   for (std::size_t branch = 0; branch < plan->branches().size(); ++branch) {
     if (plan->branches()[branch].adaptive_density == 0) continue;
@@ -101,12 +93,12 @@ BlockMask adaptive_mask(const Attention& attention, const ConstTensorView& q, co
     if (k.device.type == DeviceType::cpu) return choose_blocks(*plan, branch, q, k, call, ranges, num_threads());
     return cuda::chosen_blocks(*plan, branch, q, k, call, ranges);
   }
-  throw InvalidArgument("pattern", fmt::format("pattern '{}' is not adaptive: its masks do not depend on data", attention.pattern().to_string()));
+  throw InvalidArgument("pattern", fmt::format("pattern '{}' is not adaptive: its masks do not depend on data; use adaptive(density)", attention.pattern().to_string()));
 }
 
 void attention_received(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const TensorView& received,
                         const Call& call) {
-  check_inputs(q, k, call);
+  check_inspection(q, k, call);
   const std::int64_t batch = q.batch(), heads = q.heads(), tokens = k.rows(), columns = q.columns();
   if (received.dtype != DType::f32 || received.sizes != std::array<std::int64_t, 4>{batch, tokens, heads, 1}) {
     throw InvalidArgument("received", fmt::format("received is {} of [{} entries, {} rows, {} heads]: give f32 of [{}, {}, {}]",
@@ -165,7 +157,7 @@ AttentionBlocks blocks_by_way_of_host(const Attention& attention, const ConstTen
 
 AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const Call& call,
                                  int block_size) {
-  check_inputs(q, k, call);
+  check_inspection(q, k, call);
   const Attention weights = weights_only(attention);
   if (q.device.type != DeviceType::cpu) return blocks_by_way_of_host(weights, q, k, call, block_size);
   const std::int64_t batch = q.batch(), heads = q.heads(), rows = q.rows();

@@ -62,7 +62,7 @@ void check_header(int block_size, std::int64_t heads, std::int64_t blocks) {
   // Columns are int32, and heads * blocks must count rows without overflow.
   constexpr std::int64_t kMostRows = std::int64_t{1} << 40;
   if (blocks < 0 || blocks > std::numeric_limits<std::int32_t>::max() || heads > kMostRows / std::max<std::int64_t>(1, blocks)) {
-    throw InvalidArgument("blocks", fmt::format("block mask of {} heads and {} block rows is out of range", heads, blocks));
+    throw InvalidArgument("blocks", fmt::format("block mask of {} heads and {} block rows: give 0 to 2^31 - 1 block rows, and at most 2^40 over all heads", heads, blocks));
   }
 }
 

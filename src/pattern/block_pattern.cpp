@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
+#include <span>
+#include <tuple>
 
 #include "longspan/error.h"
 #include "longspan/threads.h"
@@ -40,7 +43,6 @@ void check_term(const BlockTerm& term) {
     case Kind::strided:
       return check_at_least("stride", number(0), 1);
     case Kind::global_local:
-      check_at_least("global_tokens", number(0), 0);
       return check_at_least("window", number(1), 0);
     case Kind::dilated_sparse:
       if (term.numbers.empty()) throw InvalidArgument("rates", "rates is empty: give distances in blocks, such as 1, 2, 4");
@@ -70,13 +72,30 @@ void add_range(std::vector<std::int32_t>& columns, std::int64_t first, std::int6
   }
 }
 
+/// The union of ascending lists, appended to `target`: runs of the longer list between entries of the shorter one, which is
+/// often a few blocks only, are found in growing strides and copied whole.
+void append_union(std::span<const std::int32_t> a, std::span<const std::int32_t> b, std::vector<std::int32_t>& target) {
+  auto [longer, shorter] = a.size() < b.size() ? std::tie(b, a) : std::tie(a, b);
+  for (const std::int32_t column : shorter) {
+    std::size_t stride = 1;
+    while (stride < longer.size() && longer[stride] < column) stride *= 2;
+    const auto end = longer.begin() + static_cast<std::ptrdiff_t>(std::min(stride + 1, longer.size()));
+    const auto next = std::lower_bound(longer.begin(), end, column);
+    target.insert(target.end(), longer.begin(), next);
+    target.push_back(column);
+    longer = longer.subspan(static_cast<std::size_t>(next - longer.begin()) + (next != longer.end() && *next == column));
+  }
+  target.insert(target.end(), longer.begin(), longer.end());
+}
+
 /// What one thread needs to make rows.
 struct RowMaker {
   int block_size;
   std::int64_t blocks;
   bool causal;
+  std::int64_t heads;  // of the problem; a mask of one's own may have as many for each batch entry
   std::vector<std::int32_t> term_columns = {}, merged = {};
-  std::vector<std::uint64_t> scratch = {};
+  ColumnDrawer drawer = {};
 
   /// The columns of a term in `term_columns`, ascending.
   void make(const BlockTerm& term, std::int64_t head, std::int64_t row) {
@@ -103,7 +122,7 @@ struct RowMaker {
         columns.erase(std::unique(columns.begin(), columns.end()), columns.end());
         return;
       case Kind::global_local: {
-        const std::int64_t global = (term.numbers[0] + b - 1) / b, reach = term.numbers[1] / b / 2;
+        const std::int64_t global = (std::abs(term.numbers[0]) + b - 1) / b, reach = term.numbers[1] / b / 2;
         if (row < global) return add_range(columns, 0, blocks - 1, blocks);
         add_range(columns, 0, global - 1, blocks);
         return add_range(columns, std::max(global, row - reach), row + reach, blocks);
@@ -118,7 +137,7 @@ struct RowMaker {
       }
       case Kind::random: {
         const std::int64_t candidates = causal ? row + 1 : blocks;
-        return draw_columns(term.seed, row, head, candidates, kept_columns(term.density, candidates), scratch, columns);
+        return drawer.draw(term.seed, row, head % heads, candidates, kept_columns(term.density, candidates), columns);
       }
       case Kind::adaptive:
         return;  // each call chooses
@@ -135,15 +154,9 @@ struct RowMaker {
     }
     for (const BlockTerm& term : terms) {
       make(term, head, row);
-      const auto from = target.begin() + static_cast<std::ptrdiff_t>(begin);
-      if (from == target.end()) {
-        target.insert(target.end(), term_columns.begin(), term_columns.end());
-        continue;
-      }
-      merged.clear();
-      std::set_union(from, target.end(), term_columns.begin(), term_columns.end(), std::back_inserter(merged));
+      merged.assign(target.begin() + static_cast<std::ptrdiff_t>(begin), target.end());
       target.resize(begin);
-      target.insert(target.end(), merged.begin(), merged.end());
+      append_union(merged, term_columns, target);
     }
   }
 };
@@ -165,6 +178,7 @@ BlockPattern BlockPattern::dilated_sparse(const std::vector<std::int64_t>& rates
   return {block_size, {make_term(Kind::dilated_sparse, rates)}};
 }
 BlockPattern BlockPattern::global_local(std::int64_t global_tokens, std::int64_t window, int block_size) {
+  check_at_least("global_tokens", global_tokens, 0);
   return {block_size, {make_term(Kind::global_local, {global_tokens, window})}};
 }
 BlockPattern BlockPattern::hierarchical(const std::vector<std::pair<std::int64_t, std::int64_t>>& levels, int block_size) {
@@ -177,8 +191,10 @@ BlockPattern BlockPattern::random(double density, std::uint64_t seed, int block_
 }
 BlockPattern BlockPattern::adaptive(double density, int block_size) { return {block_size, {make_term(Kind::adaptive, {}, density)}}; }
 BlockPattern BlockPattern::bigbird(std::int64_t global_tokens, std::int64_t window, double density, std::uint64_t seed, int block_size) {
-  return global_local(global_tokens < 0 ? 2 * block_size : global_tokens, window < 0 ? 3 * block_size : window, block_size) |
-         random(density, seed, block_size);
+  if (window < 0) window = 3 * block_size;
+  const BlockPattern first = global_tokens < 0 ? parse(fmt::format("block={} global_local(<={},{})", block_size, 2 * block_size, window))
+                                               : global_local(global_tokens, window, block_size);
+  return first | random(density, seed, block_size);
 }
 BlockPattern BlockPattern::longformer(std::int64_t window, std::int64_t global_tokens, int block_size) {
   return global_local(global_tokens, window, block_size);
@@ -219,7 +235,7 @@ bool BlockPattern::depends_on_length(bool causal) const {
 BlockMask BlockPattern::mask(std::int64_t rows, std::int64_t heads, bool causal) const {
   const std::int64_t blocks = rows / block_size_ + (rows % block_size_ != 0);
   if (blocks > std::numeric_limits<std::int32_t>::max()) {
-    throw InvalidArgument("block_size", fmt::format("{} rows in blocks of {} are too many blocks for a mask", rows, block_size_));
+    throw InvalidArgument("block_size", fmt::format("{} rows in blocks of {} are too many blocks for a mask: use larger blocks", rows, block_size_));
   }
   if (custom_ && custom_->blocks() != blocks) {
     throw InvalidArgument("mask", fmt::format("the block mask has {} block rows: strands of up to {} rows in blocks of {} need {}",
@@ -227,7 +243,7 @@ BlockMask BlockPattern::mask(std::int64_t rows, std::int64_t heads, bool causal)
   }
   for (const BlockTerm& term : terms_) {
     if (term.kind == Kind::global_local && term.numbers[0] > rows) {
-      throw InvalidArgument("global_tokens", fmt::format("global_tokens is {}: the sequence has {}", term.numbers[0], rows));
+      throw InvalidArgument("global_tokens", fmt::format("global_tokens is {}: the sequence has {}; give at most so many", term.numbers[0], rows));
     }
   }
   return terms_.empty() ? *custom_ : make(custom_, rows, heads, causal);
@@ -246,7 +262,7 @@ BlockMask BlockPattern::make(const std::optional<BlockMask>& custom, std::int64_
   std::vector<std::vector<std::int32_t>> parts(static_cast<std::size_t>(chunks));
   std::vector<std::int64_t> offsets(static_cast<std::size_t>(all_rows + 1));
   const int threads = static_cast<int>(std::clamp<std::int64_t>(chunks / 4, 1, num_threads()));
-  std::vector<RowMaker> makers(static_cast<std::size_t>(threads), RowMaker{block_size_, blocks, causal});
+  std::vector<RowMaker> makers(static_cast<std::size_t>(threads), RowMaker{block_size_, blocks, causal, heads});
   std::atomic<std::int64_t> active = 0;
   parallel_for(threads, chunks, {}, [&](int worker, std::int64_t chunk) {
     auto& part = parts[static_cast<std::size_t>(chunk)];

@@ -2,7 +2,7 @@
 //
 //   [block=64] TERM+TERM ... [heads=1 blocks=4 rows=0;0-1;1,3;]     (blanks may stand for +)
 //   TERM  local_window(512), strided(512), dilated_sparse(1,2,4), global_local(64,512), random(0.1,7), adaptive(0.1),
-//         hierarchical(64:256,1024:-1); also bigbird(128,192,0.05,7) and longformer(512,64), which are unions of those
+//         hierarchical(64:256,1024:-1), global_local(<=64,512) where a shorter sequence is all global; also bigbird(128,192,0.05,7) and longformer(512,64), which are unions of those
 //   rows  one list per head and block row, ranges inclusive
 #include <algorithm>
 #include <array>
@@ -23,6 +23,7 @@ struct TermName {
   std::size_t least, most;
 };
 constexpr std::size_t kAny = 1 << 16;
+constexpr std::string_view kUpTo = "<=";
 constexpr std::array kTerms = {TermName{"local_window", Kind::local_window, 1, 1},     TermName{"strided", Kind::strided, 1, 1},
                                TermName{"dilated_sparse", Kind::dilated_sparse, 1, kAny}, TermName{"global_local", Kind::global_local, 2, 2},
                                TermName{"hierarchical", Kind::hierarchical, 0, kAny},  TermName{"random", Kind::random, 1, 2},
@@ -49,6 +50,9 @@ std::string print_rows(const BlockMask& mask) {
   return text;
 }
 
+/// Whether a number may be a limit, "<=128": stored negative.
+bool is_limit(Kind kind, std::size_t index) { return kind == Kind::global_local && index == 0; }
+
 std::string print_term(const BlockTerm& term) {
   const auto name = std::find_if(kTerms.begin(), kTerms.end(), [&](const TermName& known) { return known.kind == term.kind; })->name;
   if (term.kind == Kind::random) return fmt::format("{}({},{})", name, term.density, term.seed);
@@ -56,7 +60,8 @@ std::string print_term(const BlockTerm& term) {
   std::string numbers;
   for (std::size_t i = 0; i < term.numbers.size(); ++i) {
     if (i > 0) numbers += term.kind == Kind::hierarchical && i % 2 == 1 ? ':' : ',';
-    numbers += fmt::format("{}", term.numbers[i]);
+    if (is_limit(term.kind, i) && term.numbers[i] < 0) numbers += fmt::format("{}{}", kUpTo, -term.numbers[i]);
+    else numbers += fmt::format("{}", term.numbers[i]);
   }
   return fmt::format("{}({})", name, numbers);
 }
@@ -84,7 +89,7 @@ class BlockText {
     bool has_rows = false;
     for (std::string_view field = reader_.next(); !field.empty(); field = reader_.next()) {
       const std::size_t equals = field.find('=');
-      if (equals == std::string_view::npos) {
+      if (equals == std::string_view::npos || field.find('(') < equals) {  // a term may have a limit, (<=128
         for (const std::string_view term : split(field, "+")) {
           if (!term.empty()) terms.push_back(term);
         }
@@ -139,7 +144,8 @@ class BlockText {
     }
     if (name == "longformer") {
       expect(0, 2);
-      return BlockPattern::longformer(integer(0, 512), integer(1, 64), block_size_);
+      if (arguments.size() < 2) return term(fmt::format("global_local({}64,{})", kUpTo, integer(0, 512)));
+      return BlockPattern::longformer(integer(0, 512), integer(1, 0), block_size_);
     }
     for (const TermName& known : kTerms) {
       if (known.name != name) continue;
@@ -150,7 +156,13 @@ class BlockText {
         return BlockPattern::hierarchical({{64, 256}, {256, 1024}, {1024, -1}}, block_size_);
       }
       BlockTerm result{known.kind, {}, 0, 0};
-      for (std::size_t i = 0; i < arguments.size(); ++i) result.numbers.push_back(integer(i, 0));
+      for (std::size_t i = 0; i < arguments.size(); ++i) {
+        const bool limit = is_limit(known.kind, i), up_to = limit && arguments[i].starts_with(kUpTo);
+        if (up_to) arguments[i].remove_prefix(kUpTo.size());
+        const std::int64_t number = integer(i, 0);
+        if (limit && number < 0) reader_.fail(word, "has negative global tokens: give 0 or more");
+        result.numbers.push_back(up_to ? -number : number);
+      }
       if (known.kind == Kind::hierarchical && result.numbers.size() % 2 != 0) reader_.fail(word, "needs pairs of stride and window");
       return {block_size_, {std::move(result)}};
     }

@@ -7,7 +7,10 @@
 #include "pattern/random_columns.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
+#include <span>
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan {
@@ -15,9 +18,11 @@ namespace HWY_NAMESPACE {
 namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
-using Tag = hn::ScalableTag<std::uint64_t>;
+using Tag = hn::CappedTag<std::uint64_t, 8>;  // a mask of up to 8 lanes is a byte
 using V = hn::Vec<Tag>;
 constexpr Tag kTag;
+constexpr int kRounds = 10;
+constexpr std::uint64_t kFactor0 = 0xD2511F53u, kFactor1 = 0xCD9E8D57u;
 
 /// Products of the lower halves of 64-bit lanes.
 HWY_INLINE V multiply(V a, V b) {
@@ -29,41 +34,93 @@ HWY_INLINE V multiply(V a, V b) {
 #endif
 }
 
-/// Writes word << 32 | column of every column whose word is at most `limit`, in the order of columns; `found` has room
-/// for all columns and a vector more. Returns how many.
-std::size_t words_up_to(std::uint64_t seed, std::uint32_t row, std::uint32_t head, std::int64_t columns, std::uint32_t limit,
-                        std::uint64_t* found) {
-  constexpr int kRounds = 10;
-  const V factor0 = hn::Set(kTag, 0xD2511F53u), factor1 = hn::Set(kTag, 0xCD9E8D57u), high = hn::Set(kTag, 0xFFFFFFFF00000000u);
-  const V step = hn::Set(kTag, hn::Lanes(kTag)), end = hn::Set(kTag, static_cast<std::uint64_t>(columns));
-  const V highest = hn::Set(kTag, static_cast<std::uint64_t>(limit) << 32 | 0xFFFFFFFFu);
-  // Round keys as whole vectors in memory: broadcasting them in the loop would take the units that multiply.
-  HWY_ALIGN std::uint64_t keys[2][kRounds][hn::MaxLanes(kTag)];
-  for (std::uint32_t round = 0; round < kRounds; ++round) {
-    hn::Store(hn::Set(kTag, static_cast<std::uint32_t>(seed) + round * 0x9E3779B9u), kTag, keys[0][round]);
-    hn::Store(hn::Set(kTag, static_cast<std::uint32_t>(seed >> 32) + round * 0xBB67AE85u), kTag, keys[1][round]);
-  }
-  hn::Store(hn::ShiftLeft<32>(hn::Load(kTag, keys[0][kRounds - 1])), kTag, keys[0][kRounds - 1]);
-  std::size_t count = 0;
+/// What the second round multiplies out of a column's number alone, the same for all rows of a head.
+void multiply_columns(std::uint64_t seed, std::uint32_t head, std::int64_t columns, std::uint64_t* products) {
+  const V factor = hn::Set(kTag, kFactor0), step = hn::Set(kTag, hn::Lanes(kTag));
+  const V other = hn::Set(kTag, (std::uint64_t{head} * kFactor1 >> 32) ^ static_cast<std::uint32_t>(seed));
   V column = hn::Iota(kTag, 0);
   for (std::int64_t first = 0; first < columns; first += static_cast<std::int64_t>(hn::Lanes(kTag)), column = hn::Add(column, step)) {
-    // Only the lower half of a lane counts; what is above it is never cleared.
-    V c0 = hn::Set(kTag, row), c1 = column, c2 = hn::Set(kTag, head), c3 = hn::Zero(kTag);
-    HWY_UNROLL(9)
-    for (int round = 0; round < kRounds - 1; ++round) {
-      const V product0 = multiply(c0, factor0), product1 = multiply(c2, factor1);
-      c0 = hn::Xor(hn::Xor(hn::ShiftRight<32>(product1), c1), hn::Load(kTag, keys[0][round]));
-      c2 = hn::Xor(hn::Xor(hn::ShiftRight<32>(product0), c3), hn::Load(kTag, keys[1][round]));
-      c1 = product1;
-      c3 = product0;
-    }
-    // Of the last round only the first word is wanted, and in the upper half.
-    const V word = hn::Xor(hn::Xor(multiply(c2, factor1), hn::ShiftLeft<32>(c1)), hn::Load(kTag, keys[0][kRounds - 1]));
-    const auto above = hn::Gt(word, highest);
-    if (hn::AllTrue(kTag, above)) continue;
-    const auto wanted = hn::AndNot(above, hn::Lt(column, end));
-    count += hn::CompressStore(hn::Or(hn::And(word, high), column), wanted, kTag, found + count);
+    hn::StoreU(multiply(hn::Xor(column, other), factor), kTag, products + first);
   }
+}
+
+/// Writes word << 32 | column of every column whose word is at most `limit` to `found`, in the order of columns, and returns how
+/// many. Both arrays have room for the columns and two vectors more.
+std::size_t words_up_to(std::uint64_t seed, std::uint32_t row, std::uint32_t head, std::int64_t columns, const std::uint64_t* products,
+                        std::uint32_t limit, std::uint64_t* found) {
+  const auto set = [](std::uint64_t value) { return hn::Set(kTag, value); };
+  const auto key0 = [&](std::uint32_t round) { return static_cast<std::uint32_t>(seed) + round * 0x9E3779B9u; };
+  const auto key1 = [&](std::uint32_t round) { return static_cast<std::uint32_t>(seed >> 32) + round * 0xBB67AE85u; };
+  // What the first three rounds make of row and head alone.
+  const std::uint64_t of_row = std::uint64_t{row} * kFactor0, of_head = std::uint64_t{head} * kFactor1;
+  const std::uint64_t second = ((of_row >> 32) ^ key1(0)) * kFactor1;
+  const std::uint64_t third = ((second >> 32) ^ static_cast<std::uint32_t>(of_head) ^ key0(1)) * kFactor0;
+  const V start2 = set(of_row ^ key1(1)), start0 = set(second ^ key0(2)), start2_next = set((third >> 32) ^ key1(2));
+  const V factor0 = set(kFactor0), factor1 = set(kFactor1);
+  const V highest = set(std::uint64_t{limit} << 32 | 0xFFFFFFFFu);
+  const V last_key = set(std::uint64_t{key0(kRounds - 1)} << 32);
+  // Whole vectors in memory: broadcasting keys in the loop would take the units that multiply.
+  HWY_ALIGN std::uint64_t keys[2][kRounds][hn::MaxLanes(kTag)];
+  for (std::uint32_t round = 3; round < kRounds - 1; ++round) {
+    hn::Store(set(key0(round)), kTag, keys[0][round]);
+    hn::Store(set(round == 3 ? third ^ key1(3) : key1(round)), kTag, keys[1][round]);  // the fourth counter is the row's still
+  }
+
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(kTag));
+  // Words of a few vectors and which of them count; looked through in a second pass, since whether a vector has any is as good
+  // as random and would be mispredicted.
+  constexpr std::int64_t kVectors = 64;
+  HWY_ALIGN std::uint64_t words[kVectors * hn::MaxLanes(kTag)];
+  std::uint8_t bits[kVectors];
+
+  // Only the lower half of a lane counts; what is above it is never cleared.
+  const auto begin = [&](const std::uint64_t* from, V& c0, V& c1, V& c2, V& c3) HWY_ATTR {
+    const V product = hn::LoadU(kTag, from);
+    c1 = multiply(hn::Xor(hn::ShiftRight<32>(product), start2), factor1);
+    c2 = hn::Xor(product, start2_next);
+    c0 = hn::Xor(hn::ShiftRight<32>(c1), start0);
+    c3 = hn::Zero(kTag);
+  };
+  const auto mix = [&](int round, V& c0, V& c1, V& c2, V& c3) HWY_ATTR {
+    const V product0 = multiply(c0, factor0), product1 = multiply(c2, factor1);
+    c0 = hn::Xor3(hn::ShiftRight<32>(product1), c1, hn::Load(kTag, keys[0][round]));
+    c2 = hn::Xor3(hn::ShiftRight<32>(product0), c3, hn::Load(kTag, keys[1][round]));
+    c1 = product1;
+    c3 = product0;
+  };
+  // Of the last round only the first word is wanted, and in the upper half.
+  const auto finish = [&](V c1, V c2, std::int64_t vector) HWY_ATTR {
+    const V word = hn::Xor3(multiply(c2, factor1), hn::ShiftLeft<32>(c1), last_key);
+    hn::Store(word, kTag, words + vector * lanes);
+    hn::StoreMaskBits(kTag, hn::Not(hn::Gt(word, highest)), bits + vector);
+  };
+  std::size_t count = 0;
+  for (std::int64_t first = 0; first < columns; first += kVectors * lanes) {
+    const std::int64_t vectors = std::min(kVectors, (columns - first + lanes - 1) / lanes);
+    // Two at a time: one alone is a chain of products that the processor cannot look beyond.
+    for (std::int64_t vector = 0; vector < vectors; vector += 2) {
+      V a0, a1, a2, a3, b0, b1, b2, b3;
+      begin(products + first + vector * lanes, a0, a1, a2, a3);
+      begin(products + first + (vector + 1) * lanes, b0, b1, b2, b3);
+      HWY_UNROLL(6)
+      for (int round = 3; round < kRounds - 1; ++round) {
+        mix(round, a0, a1, a2, a3);
+        mix(round, b0, b1, b2, b3);
+      }
+      finish(a1, a2, vector);
+      finish(b1, b2, vector + 1);
+    }
+    for (std::int64_t group = 0; group < vectors; group += 8) {
+      std::uint64_t left = 0;
+      std::memcpy(&left, bits + group, static_cast<std::size_t>(std::min<std::int64_t>(8, vectors - group)));
+      for (; left != 0; left &= left - 1) {
+        const int bit = std::countr_zero(left);
+        const std::int64_t place = (group + bit / 8) * lanes + bit % 8;
+        found[count++] = (words[place] & 0xFFFFFFFF00000000u) | static_cast<std::uint64_t>(first + place);
+      }
+    }
+  }
+  while (count > 0 && static_cast<std::int64_t>(found[count - 1] & 0xFFFFFFFFu) >= columns) --count;
   return count;
 }
 
@@ -74,34 +131,65 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace longspan {
+HWY_EXPORT(multiply_columns);
 HWY_EXPORT(words_up_to);
 
-void draw_columns(std::uint64_t seed, std::int64_t row, std::int64_t head, std::int64_t columns, std::int64_t count,
-                  std::vector<std::uint64_t>& scratch, std::vector<std::int32_t>& drawn) {
+namespace {
+
+/// The key of rank `rank` (from 0) among keys whose upper halves are spread evenly up to `limit`: counted in buckets, since
+/// comparisons of random numbers cannot be predicted.
+std::uint64_t key_of_rank(std::span<const std::uint64_t> keys, std::size_t rank, std::uint32_t limit, std::vector<std::uint32_t>& counts) {
+  const int shift = 32 + std::max(0, static_cast<int>(std::bit_width(limit)) - static_cast<int>(std::bit_width(keys.size())));
+  counts.assign((static_cast<std::uint64_t>(limit) << 32 >> shift) + 1, 0);
+  for (const std::uint64_t key : keys) ++counts[key >> shift];
+  std::uint64_t bucket = 0;
+  while (rank >= counts[bucket]) rank -= counts[bucket++];
+  std::vector<std::uint64_t> inside;
+  for (const std::uint64_t key : keys) {
+    if (key >> shift == bucket) inside.push_back(key);
+  }
+  std::nth_element(inside.begin(), inside.begin() + static_cast<std::ptrdiff_t>(rank), inside.end());
+  return inside[rank];
+}
+
+std::int64_t column_of(std::uint64_t key) { return static_cast<std::int64_t>(key & 0xFFFFFFFFu); }
+
+}  // namespace
+
+void ColumnDrawer::draw(std::uint64_t seed, std::int64_t row, std::int64_t head, std::int64_t columns, std::int64_t count,
+                        std::vector<std::int32_t>& drawn) {
   drawn.clear();
   if (count > 1) {
-    constexpr std::size_t kMostLanes = 256;
-    scratch.resize(2 * static_cast<std::size_t>(columns) + kMostLanes);
-    std::uint64_t* const found = scratch.data();
+    constexpr std::size_t kMostLanes = 16;  // two vectors
+    if (seed_ != seed || head_ != head || products_.size() < static_cast<std::size_t>(columns) + kMostLanes) {
+      seed_ = seed, head_ = head;
+      // A causal row asks for one column more than the one before.
+      products_.resize(std::bit_ceil(static_cast<std::size_t>(columns)) + kMostLanes);
+      HWY_DYNAMIC_DISPATCH(multiply_columns)(seed, static_cast<std::uint32_t>(head), static_cast<std::int64_t>(products_.size() - kMostLanes), products_.data());
+      found_.resize(products_.size());
+    }
     // A few more than needed are below this limit; seldom it has to be raised.
     double wanted = static_cast<double>(count) + 4 * std::sqrt(static_cast<double>(count)) + 8;
     std::size_t hits = 0;
+    std::uint32_t limit = 0;
     for (;; wanted *= 2) {
-      const double limit = std::min(wanted / static_cast<double>(columns), 1.0) * 4294967295.0;
-      hits = HWY_DYNAMIC_DISPATCH(words_up_to)(seed, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(head), columns,
-                                               static_cast<std::uint32_t>(limit), found);
-      const auto diagonal = std::find_if(found, found + hits, [&](std::uint64_t key) { return static_cast<std::int64_t>(key & 0xFFFFFFFFu) == row; });
-      if (diagonal != found + hits) hits = static_cast<std::size_t>(std::copy(diagonal + 1, found + hits, diagonal) - found);
+      limit = static_cast<std::uint32_t>(std::min(wanted / static_cast<double>(columns), 1.0) * 4294967295.0);
+      hits = HWY_DYNAMIC_DISPATCH(words_up_to)(seed, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(head), columns, products_.data(), limit,
+                                               found_.data());
+      const auto end = found_.begin() + static_cast<std::ptrdiff_t>(hits);
+      const auto diagonal = std::partition_point(found_.begin(), end, [&](std::uint64_t key) { return column_of(key) < row; });
+      if (diagonal != end && column_of(*diagonal) == row) hits = static_cast<std::size_t>(std::copy(diagonal + 1, end, diagonal) - found_.begin());
       if (static_cast<std::int64_t>(hits) >= count - 1) break;
     }
-    // The last that stays decides; the others keep their ascending order.
-    std::uint64_t* const ranked = found + hits;
-    std::copy(found, found + hits, ranked);
-    std::nth_element(ranked, ranked + (count - 2), ranked + hits);
-    const std::uint64_t last = ranked[count - 2];
+    // The last that stays decides; all keep their ascending order.
+    const std::uint64_t last = key_of_rank({found_.data(), hits}, static_cast<std::size_t>(count - 2), limit, counts_);
+    drawn.resize(hits + 1);
+    std::size_t kept = 0;
     for (std::size_t i = 0; i < hits; ++i) {
-      if (found[i] <= last) drawn.push_back(static_cast<std::int32_t>(found[i] & 0xFFFFFFFFu));
+      drawn[kept] = static_cast<std::int32_t>(column_of(found_[i]));
+      kept += found_[i] <= last;
     }
+    drawn.resize(kept);
   }
   const auto own = static_cast<std::int32_t>(row);
   drawn.insert(std::lower_bound(drawn.begin(), drawn.end(), own), own);

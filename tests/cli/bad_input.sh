@@ -29,6 +29,9 @@ expect 2 "not a block pattern" "$longspan" show --pattern bigbird+bird
 expect 2 "density is 2" "$longspan" show --pattern "random(2)"
 expect 2 "global_tokens is 5000" "$longspan" show --pattern "global_local(5000,64)" --tokens 4096
 expect 2 "block_size 24" "$longspan" show --pattern "local_window(64) block=24"
+expect 2 "mask-out 'm.txt': give a file that ends in .npy" "$longspan" show --pattern bigbird --mask-out m.txt
+expect 2 "svg 'm.png': give a file that ends in .svg" "$longspan" show --pattern bigbird --svg m.png
+expect 2 "global_tokens is 128: the sequence has 100; give at most" "$longspan" show --pattern 'bigbird(128)' --tokens 100
 expect 2 "leave --segments out" "$longspan" show --pattern bigbird --segments 64
 expect 2 "belongs to --mask" "$longspan" show --block-size 32
 expect 2 "head 9" "$longspan" show --head 9

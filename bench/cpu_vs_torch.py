@@ -257,9 +257,21 @@ def memory(threads: int) -> list[dict]:
     return rows
 
 
+def flex_attention_of(blocks: torch.Tensor, size: int):
+    """Compiled FlexAttention over blocks [heads, rows, columns] that it takes whole."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    counts = blocks.sum(-1, dtype=torch.int32)[None]
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()[None]
+    kept = BlockMask.from_kv_blocks(torch.zeros_like(counts), order, counts, order, BLOCK_SIZE=size,
+                                    mask_mod=lambda b, h, i, j: blocks[h, i // size, j // size])  # fmt: skip
+    compiled = torch.compile(flex_attention)
+    return lambda rows: compiled(*rows, block_mask=kept)
+
+
 def block_sparse(arguments, burst: Burst, table) -> None:
-    """A tenth of the blocks of 16,384 tokens against our own dense attention, scaled_dot_product_attention with the mask and,
-    with --compiled, FlexAttention (forward only: it has no backward on a CPU)."""
+    """A tenth of the blocks of 16,384 tokens against our own dense attention, scaled_dot_product_attention with the mask and
+    FlexAttention (forward only: it has no backward on a CPU), or the error that its compilation ends with."""
     tokens, heads, head_dim = (4096 if arguments.quick else 16384), 1, 64
     results = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -274,18 +286,19 @@ def block_sparse(arguments, burst: Burst, table) -> None:
             functions["torch"] = lambda: torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=whole)
             with torch.no_grad():
                 forward, clean = alternate(functions, arguments.repeats, burst, arguments.limit)
-                if arguments.compiled:
-                    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-                    kept = create_block_mask(lambda b, h, i, j: blocks[h, i // size, j // size], 1, heads, tokens, tokens,
-                                             device="cpu", BLOCK_SIZE=size)  # fmt: skip
-                    flex = torch.compile(flex_attention)
-                    taken, _ = alternate({"flex": lambda: flex(*rows, block_mask=kept)}, arguments.repeats, burst, arguments.limit)
+                flex_error = None
+                try:
+                    flex = flex_attention_of(blocks, size)
+                    difference = (flex(rows).transpose(1, 2) - functions["ours"]()).abs().max().item()
+                    taken, _ = alternate({"flex": lambda: flex(rows)}, arguments.repeats, burst, arguments.limit)
                     forward |= taken
+                except Exception as error:  # no compiler, or a case that it does not know
+                    flex_error, difference = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}", None
             both, _ = alternate({name: (lambda f=f: f().sum().backward()) for name, f in functions.items()}, arguments.repeats,
                                 burst, arguments.limit)  # fmt: skip
             row = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."),
-                   "block_size": size, "density": mask.density, "all_samples_clean": clean,
+                   "block_size": size, "density": mask.density, "all_samples_clean": clean, "flex_error": flex_error,
+                   "flex_difference": difference,
                    "forward_ms": {name: seconds * 1e3 for name, seconds in forward.items()},
                    "both_ms": {name: seconds * 1e3 for name, seconds in both.items()}}  # fmt: skip
             for name in ("dense", "torch", "flex"):

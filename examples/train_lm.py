@@ -3,10 +3,12 @@
 
     python examples/train_lm.py --data FILE --context 8192
     torchrun --nproc-per-node 4 examples/train_lm.py --data FILE --ring 2     # 2 rings of 2: 2 sequences at a time
+    torchrun --nproc-per-node 4 examples/train_lm.py --data FILE --ring 2 --shard     # parameters shared out, too (FSDP)
 
 Checkpoints are safetensors files, replaced in one step, so that a killed run finds the last one whole and goes on from there
 with the same losses: what a step draws depends on the seed and its number alone. Under torchrun the ranks of a ring share
-each sequence, the rings share the batch, and the losses are those of one process with the whole batch, to rounding.
+each sequence, the rings share the batch, and the losses are those of one process with the whole batch, to rounding. A
+checkpoint holds whole tensors: it goes on with any number of processes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,19 +45,21 @@ class Place:
     ring: int = 0
     rings: int = 1
     group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None  # processes by rank in their ring, and ring
 
 
-def join(ring_size: int | None) -> Place:
+def join(ring_size: int | None, device: str) -> Place:
     """Under torchrun: rings of ring_size neighbours (default: everybody in one)."""
     if "WORLD_SIZE" not in os.environ:
         return Place()
-    dist.init_process_group("gloo")
+    kind = torch.device(device).type
+    dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl")
     rank, world = dist.get_rank(), dist.get_world_size()
     size = ring_size or world
     if world % size:
         raise SystemExit(f"--ring {size}: {world} processes cannot be split into rings of {size}")
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    return Place(rank, rank % size, size, rank // size, world // size, groups[rank // size])
+    mesh = DeviceMesh(kind, torch.arange(world).view(-1, size).T.contiguous(), mesh_dim_names=("ring", "data"))
+    return Place(rank, rank % size, size, rank // size, world // size, mesh.get_group("ring"), mesh)
 
 
 def make_model(arguments: argparse.Namespace, place: Place) -> LongNetLM:
@@ -83,6 +88,26 @@ def make_model(arguments: argparse.Namespace, place: Place) -> LongNetLM:
     return model.to(arguments.device)
 
 
+def share(model: LongNetLM, arguments: argparse.Namespace, place: Place) -> torch.nn.Module:
+    """The model as all processes train it. Every process has the mean over as many bytes, so the mean of gradients over all
+    of them is that of the whole batch."""
+    if place.mesh is None:
+        return model
+    if not arguments.shard:
+        return DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard  # torch 2.6 or later
+
+    # Rings keep copies of what is sharded over them; one ring alone is sharded over its ranks.
+    mesh = place.mesh if place.rings > 1 else place.mesh["ring"]
+    for layer in [*model.long_net.encoder.layers, *model.long_net.decoder.layers]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def make_batch(data: np.ndarray, step: int, arguments: argparse.Namespace, place: Place) -> tuple[torch.Tensor, ...]:
     """This process's rows and columns of the step's batch: inputs, and the bytes that follow them."""
     drawn = np.random.default_rng([arguments.seed, step]).integers(len(data) - arguments.context, size=arguments.batch)
@@ -104,13 +129,17 @@ def flush(path: Path) -> None:
     os.close(handle)
 
 
-def save(file: Path, step: int, model: LongNetLM, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace) -> None:
-    """Writes beside the old file and replaces it when all is on the disk."""
+def save(
+    file: Path, step: int, model: LongNetLM, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace, place: Place
+) -> None:
+    """Writes beside the old file and replaces it when all is on the disk. Processes that share parameters gather them."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{key}.{name}"] = torch.as_tensor(value)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    tensors = {name: whole(value.detach()).cpu().contiguous() for name, value in tensors.items()}
+    if place.rank != 0:
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
     save_file(tensors, unfinished, {"step": str(step), "settings": json.dumps(settings(arguments))})
@@ -119,8 +148,8 @@ def save(file: Path, step: int, model: LongNetLM, optimizer: torch.optim.Optimiz
     flush(file.parent)
 
 
-def load(file: Path, model: LongNetLM, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace) -> int:
-    """Fills model and optimizer; returns the step to go on with."""
+def read(file: Path, arguments: argparse.Namespace) -> tuple[int, dict[str, torch.Tensor]]:
+    """The step to go on with, and all tensors."""
     with safe_open(file, "pt") as stored:
         metadata = stored.metadata()
         for name, value in json.loads(metadata["settings"]).items():
@@ -129,14 +158,30 @@ def load(file: Path, model: LongNetLM, optimizer: torch.optim.Optimizer, argumen
                     f"{file} was written with --{name} {value}, this run has {settings(arguments)[name]}: use the same, or "
                     "another --out"
                 )
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+        return int(metadata["step"]), {name: stored.get_tensor(name) for name in stored.keys()}
+
+
+def load_model(model: LongNetLM, tensors: dict[str, torch.Tensor]) -> None:
     model.load_state_dict({name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")})
+
+
+def load_optimizer(model: LongNetLM, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """After sharding, which makes other parameters of the model's."""
+
+    def placed(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        if key == "step":
+            return value
+        value = value.to(parameter.device)
+        if not hasattr(parameter, "device_mesh"):
+            return value
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
-            key: tensors[f"optimizer.{key}.{name}"].to("cpu" if key == "step" else parameter.device)
-            for key in ("step", "exp_avg", "exp_avg_sq")
+            key: placed(key, tensors[f"optimizer.{key}.{name}"], parameter) for key in ("step", "exp_avg", "exp_avg_sq")
         }
-    return int(metadata["step"])
 
 
 def parse() -> argparse.Namespace:
@@ -155,6 +200,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ring", type=int, help="processes that share a sequence (default: all of them)")
+    parser.add_argument("--shard", action="store_true", help="share parameters out over the rings (FSDP) instead of copying them (DDP)")
     parser.add_argument("--out", type=Path, help="folder for checkpoint.safetensors; a run that finds one goes on from it")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end")
@@ -171,11 +217,14 @@ def train(arguments: argparse.Namespace, place: Place) -> LongNetLM:
             f"{arguments.batch} of the {place.rings} rings"
         )
     model = make_model(arguments, place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
     file = arguments.out / "checkpoint.safetensors" if arguments.out else None
-    begin = load(file, model, optimizer, arguments) if file and file.exists() else 0
-    # Every process has the mean over as many bytes, so the mean of gradients is that of the whole batch.
-    shared = model if place.group is None else DistributedDataParallel(model)
+    begin, tensors = read(file, arguments) if file and file.exists() else (0, {})
+    if tensors:
+        load_model(model, tensors)
+    shared = share(model, arguments, place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
+    if tensors:
+        load_optimizer(model, optimizer, tensors)
     first, started = place.ring_rank * (arguments.context // place.ring_size), time.monotonic()
     for step in range(begin, arguments.steps):
         inputs, targets = make_batch(data, step, arguments, place)
@@ -201,14 +250,14 @@ def train(arguments: argparse.Namespace, place: Place) -> LongNetLM:
                 f"{speed:,.0f} bytes/s  {left:.0f} s left",
                 flush=True,
             )
-            if file and ((step + 1) % arguments.save_every == 0 or step + 1 == arguments.steps):
-                save(file, step + 1, model, optimizer, arguments)
+        if file and ((step + 1) % arguments.save_every == 0 or step + 1 == arguments.steps):
+            save(file, step + 1, model, optimizer, arguments, place)
     return model
 
 
 def main() -> None:
     arguments = parse()
-    place = join(arguments.ring)
+    place = join(arguments.ring, arguments.device)
     arguments.batch = arguments.batch or place.rings
     model = train(arguments, place)
     if place.group is not None:

@@ -28,7 +28,7 @@ def test_swap_import_learns():
 @pytest.mark.slow
 def test_retrieval_needs_the_dilated_branch(tmp_path):
     picture = tmp_path / "curve.svg"
-    lines = run(str(EXAMPLES / "retrieval.py"), "--steps", "100", "--plot", str(picture)).stdout.splitlines()
+    lines = run(str(EXAMPLES / "retrieval.py"), "--steps", "400", "--plot", str(picture)).stdout.splitlines()
     right = {line.split()[0]: int(line.split()[-1].rstrip("%")) for line in lines}  # the last line of each
     assert right["dilated"] > 90 and right["local"] < 30, right
     assert picture.read_text().count("<polyline") == 5

@@ -45,6 +45,57 @@ def test_cache_equals_the_full_attention(case, sizes):
     assert cache.position == 100
 
 
+LONGNET = {
+    "paper": longspan.longnet([8, 16, 40], [1, 2, 5]),
+    "torchscale": longspan.longnet([8, 16, 40], [1, 2, 5], phase="torchscale", pad_keys=True),
+    "more phases than heads": longspan.longnet([16, 64], [3, 9]).with_output_scale(0.7),
+    "one branch": longspan.longnet([12], [4]),
+    "dense": longspan.dense(),
+    "groups": longspan.dilated([8, 16], [1, 2]),
+}
+
+
+@pytest.mark.parametrize("sizes", [[1], [19, 1, 2], [100]], ids=str)
+@pytest.mark.parametrize("case", LONGNET)
+def test_cache_of_a_pattern_equals_its_full_attention(case, sizes):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 100, 5, 4, dtype=torch.float64) for _ in range(3))
+    want = lt.attention(query, key, value, LONGNET[case], causal=True, scale=0.4)
+    cache = lt.DilatedCache(LONGNET[case], heads=5, scale=0.4)
+    for size in chunks(100, sizes):
+        part = slice(cache.position, cache.position + size)
+        out = cache.attend(query[:, part], key[:, part], value[:, part])
+        torch.testing.assert_close(out, want[:, part], **EXACT)
+
+
+def test_branches_of_16_bits_are_mixed_in_32():
+    query, key, value = (torch.randn(1, 50, 4, 16).bfloat16() for _ in range(3))
+    want = lt.attention(query, key, value, LONGNET["paper"], causal=True).float()
+    cache = lt.DilatedCache(LONGNET["paper"], heads=4)
+    out = torch.cat([cache.attend(*(x[:, i : i + 1] for x in (query, key, value))) for i in range(50)], dim=1)
+    # Both round an exact result to 8 bits; intermediate ones, of at most three branches, are rounded to 8 bits, too.
+    assert out.dtype is torch.bfloat16 and (out.float() - want).abs().max() < 2 * 2**-8 * want.abs().max()
+
+
+def test_a_step_needs_no_plan_of_its_own():
+    module = lt.DilatedAttention([64, 256], [1, 4])
+    cache, row = lt.DilatedCache(module, heads=2), torch.randn(1, 1, 2, 8)
+    before = longspan.plan_cache.statistics()["misses"]
+    for _ in range(300):
+        cache.attend(row, row, row)
+    # One for each amount of memory that a branch had: 64 rows at once, at most two more doublings.
+    assert longspan.plan_cache.statistics()["misses"] - before <= 4
+
+
+def test_what_an_earlier_segment_held_is_gone():
+    module = lt.DilatedAttention([32], [1])
+    rows = torch.randn(1, 96, 2, 8)
+    rows[:, 20:32] = torch.nan
+    cache = lt.DilatedCache(module, heads=2)
+    out = torch.cat([cache.attend(*[rows[:, i : i + 1]] * 3) for i in range(96)], dim=1)
+    assert out[:, 20:32].isnan().any() and out[:, 32:].isfinite().all()
+
+
 def test_appended_rows_are_seen_by_later_ones():
     torch.manual_seed(0)
     module = lt.DilatedAttention([16, 32], [1, 2])
@@ -106,6 +157,26 @@ def test_greedy_generation_is_the_full_forwards(kind):
     assert torch.equal(result[:, 11:], logits[:, 10:-1].argmax(-1))
     assert torch.equal(result, model.generate(ids, new, temperature=0))
     assert model.training
+
+
+@pytest.mark.parametrize("kind", ["xpos", "rotary", "none"])
+def test_prompts_of_different_lengths_are_continued_as_if_alone(kind):
+    model = shaken(small_lm(kind).double())
+    ids, prompts, new = torch.randint(50, (4, 21)), [21, 1, 13, 13], 15
+    got = model.generate(ids, new, temperature=0, prefill_chunk=5, lengths=prompts)
+    assert got.shape == (4, 36)
+    for entry, length in enumerate(prompts):
+        alone = model.generate(ids[entry : entry + 1, :length], new, temperature=0)
+        assert torch.equal(got[entry, : length + new], alone[0]) and not got[entry, length + new :].any()
+    assert torch.equal(got, model.generate(ids, new, temperature=0, lengths=torch.tensor(prompts)))
+    end = int(got[1, 4])  # the entry with the shortest prompt ends here at the latest
+    ended = model.generate(ids, new, temperature=0, lengths=prompts, end_token=end)
+    first = got[1].tolist().index(end, 1)
+    assert torch.equal(ended[1, : first + 1], got[1, : first + 1]) and ended[1, first:].eq(end).all()
+    for wrong in ([21, 1], [0, 1, 2, 3], [22, 1, 1, 1], [1.5, 1, 1, 1]):
+        with pytest.raises(longspan.InvalidArgument, match="lengths") as error:
+            model.generate(ids, new, lengths=wrong)
+        assert error.value.argument == "lengths"
 
 
 def test_generation_repeats_with_its_seed():
@@ -189,3 +260,12 @@ def test_bad_calls_are_refused_by_name():
         lt.DilatedCache(lt.DilatedAttention([8, 16], [1, 2]), 1)
     with pytest.raises(longspan.InvalidArgument, match="module is Linear"):
         lt.DilatedCache(torch.nn.Linear(2, 2), 1)
+    with pytest.raises(longspan.InvalidArgument, match="repeat_interleave"):
+        lt.DilatedCache(lt.DilatedAttention([8], [1]), 4).attend(torch.zeros(1, 1, 4, 8), *[torch.zeros(1, 1, 2, 8)] * 2)
+    for pattern, fix in (
+        (longspan.block_sparse("bigbird"), "query_ranges"),
+        (longspan.dilated([64], [1]).with_mask(0, longspan.local_window(64)), "query_ranges"),
+        (longspan.longnet([8], [1]).with_long_segments("skip"), "clip"),
+    ):
+        with pytest.raises(longspan.Unsupported, match=fix):
+            lt.DilatedCache(pattern, 4)

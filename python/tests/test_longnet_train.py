@@ -61,14 +61,32 @@ def test_killed_at_any_moment_it_resumes_with_the_same_losses(text, tmp_path):
     assert {**before, **after} == wanted
 
 
-def test_four_processes_have_the_losses_of_one(text):
-    command = [str(SCRIPT), "--data", text, *SMALL, "--steps", "5", "--sample", "0"]
-    one = losses(run(*command))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    four = losses(run(*launcher, *command, "--ring", "2"))
-    assert one.keys() == four.keys()
-    for step, loss in one.items():
-        assert float(four[step]) == pytest.approx(float(loss), abs=2e-5)
+FOUR = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+
+def expect_close(got: dict[int, str], wanted: dict[int, str]) -> None:
+    assert got.keys() == wanted.keys()
+    for step, loss in wanted.items():
+        assert float(got[step]) == pytest.approx(float(loss), abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def one_process(text):
+    return losses(run(str(SCRIPT), "--data", text, *SMALL, "--steps", "6", "--sample", "0"))
+
+
+@pytest.mark.parametrize("how", [["--ring", "2"], ["--ring", "2", "--shard"], ["--shard"]], ids=" ".join)
+def test_four_processes_have_the_losses_of_one(text, one_process, how):
+    command = [str(SCRIPT), "--data", text, *SMALL, "--steps", "6", "--sample", "0", *how]
+    expect_close(losses(run(*FOUR, *command)), one_process)
+
+
+def test_a_checkpoint_goes_on_with_any_number_of_processes(text, one_process, tmp_path):
+    command = [str(SCRIPT), "--data", text, *SMALL, "--sample", "0", "--out", str(tmp_path), "--steps"]
+    sharded = ["--ring", "2", "--shard"]
+    curve = {**losses(run(*FOUR, *command, "2", *sharded)), **losses(run(*command, "4"))}
+    curve |= losses(run(*FOUR, *command, "6", *sharded))
+    expect_close(curve, one_process)
 
 
 def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path):
@@ -78,19 +96,24 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path):
     specification.loader.exec_module(example)
     arguments = argparse.Namespace(context=64, width=16, layers=1, heads=2, batch=1, seed=0, dropout=0.0, device="cpu",
                                    gradient_checkpointing=False)  # fmt: skip
-    model = example.make_model(arguments, example.Place())
+    place = example.Place()
+    model = example.make_model(arguments, place)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()
     file = tmp_path / "checkpoint.safetensors"
-    example.save(file, 7, model, optimizer, arguments)
+    example.save(file, 7, model, optimizer, arguments, place)
     assert os.listdir(tmp_path) == [file.name]
 
-    again = example.make_model(arguments, example.Place())
+    again = example.make_model(arguments, place)
     fresh = torch.optim.AdamW(again.parameters())
-    assert example.load(file, again, fresh, arguments) == 7
+    step, tensors = example.read(file, arguments)
+    assert step == 7
+    example.load_model(again, tensors)
+    example.load_optimizer(again, fresh, tensors)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
     for old, new in zip(optimizer.state_dict()["state"].values(), fresh.state_dict()["state"].values()):
         assert all(torch.equal(old[key], new[key]) for key in old)
     arguments.width = 32
     with pytest.raises(SystemExit, match="--width 16, this run has 32"):
-        example.load(file, model, optimizer, arguments)
+        example.read(file, arguments)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import longspan
-from longspan.torch import DilatedAttention, DilatedCache, LongNetLM  # before torch itself: says what is missing
+from longspan.torch import DilatedAttention, DilatedCache  # before torch itself: says what is missing
 from longspan.torch import attention as torch_attention
 from longspan.torch.longnet import DILATION_RATES, SEGMENT_LENGTHS
 from longspan.torch.operator import raw_tensor
@@ -19,7 +19,8 @@ from longspan.torch.slide_encoder import DILATIONS, SEGMENTS, SlideEncoder
 
 import torch
 
-from .composition import DilatedComposition, dilated_composition, longnet_composition
+from .composition import dilated_composition, longnet_composition
+from .language_model import bench_lm
 from .timing import alternate, machine, microseconds
 
 MODULE_SEGMENTS, MODULE_DILATIONS = [2048, 4096, 8192], [1, 2, 4]
@@ -212,48 +213,6 @@ def bench_decode(positions: list[int], groups: int, dtype: torch.dtype, device: 
     ]
 
 
-def bench_lm(context: int, repeats: int, dtype: torch.dtype, device: str) -> dict:
-    """A training step of LongNetLM, forward, loss and backward, and the same weights over torch's composition; 16 bits by
-    autocast. Half of the layers are the encoder's."""
-    layers, width, heads = (4, 256, 4) if device == "cpu" else (12, 768, 12)
-    segments, dilations = [context // 16, context // 4, context], [1, 2, 4]
-    torch.manual_seed(0)
-    ours, theirs = (
-        LongNetLM(256, width, heads, layers // 2, layers // 2, 4 * width, segments, dilations, positions="rotary").to(device)
-        for _ in range(2)
-    )
-    theirs.load_state_dict(ours.state_dict())
-    for module in list(theirs.modules()):
-        if isinstance(getattr(module, "attention", None), DilatedAttention):
-            module.attention = DilatedComposition(segments, dilations)
-    ids = torch.randint(256, (1, context + 1)).to(device)
-
-    def step(model: LongNetLM) -> torch.Tensor:
-        model.zero_grad()
-        with torch.autocast(torch.device(device).type, dtype, enabled=dtype is not torch.float32):
-            logits = model(ids[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        return loss.detach()
-
-    error = (step(ours) - step(theirs)).abs().item()
-    seconds = alternate({"step": lambda: step(ours), "torch_step": lambda: step(theirs)}, repeats, device)
-    return {
-        "what": "LongNetLM step",
-        "device": device,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tokens": context,
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "segments": segments,
-        "dilations": dilations,
-        "largest_difference": error,
-        "seconds": seconds,
-        "times_faster_than_torch": {"step": seconds["torch_step"]["median"] / seconds["step"]["median"]},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m longspan.bench", description=__doc__)
     parser.add_argument("parts", nargs="*", help="module, encoder, overhead, decode, lm; all without any")
@@ -263,6 +222,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--positions", type=int, nargs="*", default=[131072, 1048576], help="of the decode benchmark")
     parser.add_argument("--context", type=int, help="of the lm benchmark (default 8192; 32768 on a GPU)")
+    parser.add_argument("--compiled", action="store_true", help="of the lm benchmark: torch.compile of both sides, too")
+    parser.add_argument("--pattern", choices=["thirds", "paper"], default="thirds", help="of the lm benchmark")
     parser.add_argument("--repeats", type=int, help="samples of each time (default 5; 40 below 10,000 tokens)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument(
@@ -300,7 +261,10 @@ def main() -> None:
             for result in bench_decode(arguments.positions, arguments.repeats or 20, dtype, device)
         ],
         "lm": lambda: [
-            bench_lm(arguments.context or (8192 if device == "cpu" else 32768), arguments.repeats or 5, dtype, device)
+            bench_lm(
+                arguments.context or (8192 if device == "cpu" else 32768), arguments.repeats or 5, dtype, device,
+                arguments.compiled, arguments.pattern,
+            )  # fmt: skip
             for dtype in chosen_dtypes("bfloat16")
         ],
     }

@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .._errors import InvalidArgument
-from .cache import DilatedCache
+from .cache import DilatedCache, JoinedCaches
 from .multihead import MultiheadDilatedAttention
-from .options import check_dropout, finite, integer
+from .options import check_dropout, finite, inner_norm, integer, integers
 from .positions import Positions
 from .sampling import Sampler
 
@@ -98,12 +98,12 @@ class _Layer(nn.Module):
             return self.dropout(module(x, memory, memory, is_causal=is_causal)[0])
         split = (*x.shape[:2], module.num_heads, module.head_dim)
         rows = cache.attend(*(part.view(split) for part in module._project(x, memory, memory))).reshape(x.shape)
-        return module.out_proj(rows if module.norm is None else module.norm(rows))
+        return module._finish(rows)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         outer, inner = (getattr(self, name) for name in self._feed_forward_norms)
         hidden = self.dropout(self.activation(self.linear1(outer(x))))
-        return self.dropout(self.linear2(inner(hidden)))
+        return self.dropout(self.linear2(inner_norm(inner, hidden)))
 
 
 class DilatedTransformerEncoderLayer(_Layer):
@@ -266,26 +266,52 @@ class LongNetCache:
     """The past of a LongNet: one DilatedCache for each attention. `position` tokens were seen, `bytes` are kept."""
 
     def __init__(self, model: LongNet, length: int | None = None) -> None:
-        self.length = None if length is None else _at_least("length", length, 0)
+        self.length: Any = None if length is None else _at_least("length", length, 0)
         layers = [*model.encoder.layers, *model.decoder.layers]
-        self._layers = {layer: layer.new_caches() for layer in layers}
+        self._layers: dict[nn.Module, tuple[Any, ...]] = {layer: layer.new_caches() for layer in layers}
 
-    def of(self, layer: nn.Module) -> tuple[DilatedCache, ...]:
+    @classmethod
+    def joined(cls, parts: Sequence[LongNetCache]) -> LongNetCache:
+        """Caches of single sequences, each at a position of its own, as one for their batch; position and length are
+        lists then."""
+        result = cls.__new__(cls)
+        lengths = [part.length for part in parts]
+        result.length = None if None in lengths else lengths
+        result._layers = {
+            layer: tuple(map(JoinedCaches, zip(*(part._layers[layer] for part in parts)))) for layer in parts[0]._layers
+        }
+        return result
+
+    def of(self, layer: nn.Module) -> tuple[Any, ...]:
         if layer not in self._layers:
             raise InvalidArgument("cache belongs to another model: make one with this model's new_cache()", "cache")
         return self._layers[layer]
 
     @property
-    def _all(self) -> list[DilatedCache]:
+    def _all(self) -> list[Any]:
         return [cache for caches in self._layers.values() for cache in caches]
 
     @property
-    def position(self) -> int:
-        return self._all[0].position
+    def position(self) -> Any:
+        first = self._all[0]
+        return [cache.position for cache in first.caches] if isinstance(first, JoinedCaches) else first.position
 
     @property
     def bytes(self) -> int:
         return sum(cache.bytes for cache in self._all)
+
+    def check_room(self, count: int) -> None:
+        """Whether so many tokens more stay within the final length, where there is one."""
+        if self.length is None:
+            return
+        positions, lengths = (x if isinstance(x, list) else [x] for x in (self.position, self.length))
+        for position, length in zip(positions, lengths):
+            if position + count > length:
+                raise InvalidArgument(
+                    f"ids would end at position {position + count}, the cache's length is {length}: make the cache with "
+                    "the final length",
+                    "ids",
+                )
 
     def reset(self) -> None:
         for cache in self._all:
@@ -346,7 +372,7 @@ class LongNetLM(nn.Module):
                 )
 
     def _hidden(
-        self, ids: Tensor, is_causal: bool, first: int, length: int | None, cache: LongNetCache | None = None
+        self, ids: Tensor, is_causal: bool, first: Any, length: Any, cache: LongNetCache | None = None
     ) -> Tensor:
         self._check(ids)
         x = self.token_embedding(ids)
@@ -375,12 +401,7 @@ class LongNetLM(nn.Module):
         of the whole sequence gives them. Inference only: call eval() first if the model has dropout."""
         if self.training and self.long_net.encoder.layers[0].dropout.p > 0:
             raise InvalidArgument("the model is in training mode: decoding has no dropout; call eval() first", "cache")
-        if cache.length is not None and cache.position + ids.shape[-1] > cache.length:
-            raise InvalidArgument(
-                f"ids would end at position {cache.position + ids.shape[-1]}, the cache's length is {cache.length}: make "
-                "the cache with the final length",
-                "ids",
-            )
+        cache.check_room(ids.shape[-1])
         x = self._hidden(ids, True, cache.position, cache.length, cache)
         return self.out(self.norm(x[:, -1:] if last_only else x))
 
@@ -395,13 +416,16 @@ class LongNetLM(nn.Module):
         *,
         end_token: int | None = None,
         prefill_chunk: int = 4096,
+        lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
         """Prompts ids [batch, tokens] -> [batch, tokens + max_new_tokens], the prompt included.
 
         temperature 0 takes the likeliest token. top_k: choose among so many; top_p: among the likeliest that together reach
         this probability. seed: repeats the draw; without one torch's generator is used. end_token: after it an entry holds
-        nothing else, and when all entries do, the result may be shorter. prefill_chunk: prompt tokens taken at a time. The
-        final length is tokens + max_new_tokens from the start (positions='xpos' depends on it).
+        nothing else, and when all entries do, the result may be shorter. prefill_chunk: prompt tokens taken at a time.
+        lengths: how many tokens of each entry are its prompt, if they differ; an entry's new tokens follow its own prompt,
+        as if it were alone, and what is behind them is 0 (or end_token). The final length is prompt + max_new_tokens from
+        the start (positions='xpos' depends on it).
         """
         self._check(ids)
         if ids.shape[1] < 1:
@@ -409,23 +433,58 @@ class LongNetLM(nn.Module):
         count = _at_least("max_new_tokens", max_new_tokens, 0)
         chunk = _at_least("prefill_chunk", prefill_chunk, 1)
         sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
+        prompts = self._prompt_lengths(ids, lengths)
         training = self.training
         self.eval()
         try:
-            cache = self.new_cache(ids.shape[1] + count)
-            result = [ids]
-            ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-            for step in range(count):
-                parts = ids.split(chunk, dim=1) if step == 0 else result[-1:]
-                for part in parts:
-                    logits = self.decode(part, cache, last_only=True)
-                token = sampler(logits[:, -1]).to(ids.dtype)
-                if end_token is not None:
-                    token = torch.where(ended, end_token, token)
-                    ended = ended | (token == end_token)
-                result.append(token[:, None])
-                if end_token is not None and bool(ended.all()):
-                    break
-            return torch.cat(result, dim=1)
+            return self._generate(ids, prompts, count, sampler, end_token, chunk)
         finally:
             self.train(training)
+
+    @staticmethod
+    def _prompt_lengths(ids: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
+        batch, tokens = ids.shape
+        if lengths is None:
+            return [tokens] * batch
+        result = integers("lengths", lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+        if len(result) != batch or not all(1 <= length <= tokens for length in result):
+            raise InvalidArgument(
+                f"lengths is {result}: give a number from 1 to the {tokens} tokens of ids for each of {batch} entries", "lengths"
+            )
+        return result
+
+    def _prefill(self, ids: Tensor, length: int, chunk: int) -> tuple[Tensor, LongNetCache]:
+        """Logits of the last token, and the cache behind it."""
+        cache = self.new_cache(length)
+        for part in ids.split(chunk, dim=1):
+            logits = self.decode(part, cache, last_only=True)
+        return logits, cache
+
+    def _generate(
+        self, ids: Tensor, prompts: list[int], count: int, sampler: Sampler, end_token: int | None, chunk: int
+    ) -> Tensor:
+        batch, tokens = ids.shape
+        result = ids.new_full((batch, tokens + count), 0 if end_token is None else end_token)
+        own = torch.tensor(prompts, device=ids.device)
+        inside = torch.arange(tokens, device=ids.device) < own[:, None]
+        result[:, :tokens] = torch.where(inside, ids, result[:, :tokens])
+        if count == 0 or batch == 0:
+            return result
+        if len(set(prompts)) == 1:
+            logits, cache = self._prefill(ids[:, : prompts[0]], prompts[0] + count, chunk)
+        else:  # one by one, since a chunk would end at other positions in each
+            parts = [self._prefill(row[None, :length], length + count, chunk) for row, length in zip(ids, prompts)]
+            logits, cache = torch.cat([part[0] for part in parts]), LongNetCache.joined([part[1] for part in parts])
+        ended = torch.zeros(batch, dtype=torch.bool, device=ids.device)
+        entries = torch.arange(batch, device=ids.device)
+        for step in range(count):
+            token = sampler(logits[:, -1]).to(ids.dtype)
+            if end_token is not None:
+                token = torch.where(ended, end_token, token)
+                ended = ended | (token == end_token)
+            result[entries, own + step] = token
+            if end_token is not None and bool(ended.all()):
+                return result[:, : max(prompts) + step + 1]
+            if step + 1 < count:
+                logits = self.decode(token[:, None], cache)
+        return result[:, : max(prompts) + count]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .._errors import InvalidArgument
 from .dilated import DilatedAttention
-from .options import check_dropout, integer, key_mask, warn_once
+from .options import autocast_once, check_dropout, inner_norm, integer, key_mask, warn_once
 
 
 class _Multihead(nn.Module):
@@ -137,10 +137,10 @@ class _Multihead(nn.Module):
         split = (batch, tokens, self.num_heads, self.head_dim)
         projected = (x.view(split) for x in self._project(query, key, value))
         out = self.attention(*projected, is_causal=is_causal, attention_mask=mask)
-        out = out.reshape(batch, tokens, self.embed_dim)
-        if self.norm is not None:
-            out = self.norm(out)
-        return self.out_proj(out), None
+        return self._finish(out.reshape(batch, tokens, self.embed_dim)), None
+
+    def _finish(self, out: Tensor) -> Tensor:
+        return self.out_proj(out if self.norm is None else inner_norm(self.norm, out))
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
@@ -183,6 +183,7 @@ class MultiheadDilatedAttention(_Multihead):
         return self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = autocast_once(query, key, value)
         return self.q_proj(query), self.k_proj(key), self.v_proj(value)
 
 

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from .._errors import InvalidArgument, LongspanWarning
 from .._longspan import Pattern
@@ -79,6 +80,26 @@ def finite(name: str, value: float) -> float:
     if not math.isfinite(result):
         raise InvalidArgument(f"{name} is {value!r}: give a finite number", name)
     return result
+
+
+def autocast_once(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, tensors in its type: each linear layer that reads one would cast it again, and keep its copy. A
+    tensor given twice is cast once."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    cast = {id(x): x if x.dtype is torch.float64 else x.to(dtype) for x in tensors}
+    return tuple(cast[id(x)] for x in tensors)
+
+
+def inner_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """norm(x) between two linear layers. Autocast would widen 16 bits to 32, normalise, and narrow them again for the next
+    layer; the sums are of 32 bits in any case."""
+    if type(norm) is not nn.LayerNorm or x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is norm.weight.dtype:
+        return norm(x)
+    with torch.autocast(x.device.type, enabled=False):
+        return functional.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
 
 
 def dilated_pattern(segment_lengths: list[int], dilation_rates: list[int]) -> Pattern:

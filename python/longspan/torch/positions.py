@@ -47,22 +47,25 @@ class Positions(nn.Module):
                 "positions",
             )
 
-    def forward(self, x: Tensor, first: int = 0, length: int | None = None) -> Tensor:
-        """x holds positions first, first + 1, ... of a sequence of `length` tokens (default: x ends it)."""
+    def forward(self, x: Tensor, first: int | list[int] = 0, length: int | list[int] | None = None) -> Tensor:
+        """x holds positions first, first + 1, ... of a sequence of `length` tokens (default: x ends it); lists where batch
+        entries differ."""
         if self.kind == "none":
             return torch.zeros_like(x)
         tokens = x.shape[1]
-        length = first + tokens if length is None else length
         work = torch.float64 if x.dtype is torch.float64 else torch.float32
-        position = torch.arange(first, first + tokens, device=x.device)
+        starts = first if isinstance(first, list) else [first]
+        lengths = [start + tokens for start in starts] if length is None else length if isinstance(length, list) else [length]
+        position = torch.arange(tokens, device=x.device) + torch.tensor(starts, device=x.device)[:, None]
         pairs = self.width // 2
         frequency = _ANGLE_BASE ** -(torch.arange(pairs, dtype=torch.float64, device=x.device) / pairs)
-        angle = ((position[:, None] * frequency) % (2 * math.pi)).to(work)
+        angle = ((position[..., None] * frequency) % (2 * math.pi)).to(work)
         sine, cosine = angle.sin(), angle.cos()
         if self.kind == "xpos":
-            self._check_length(length, x.dtype)
-            centred = (position - math.ceil(length / 2)).to(work) / _SCALE_BASE
-            scale = self._bases(x.device).to(work) ** centred[:, None]
+            self._check_length(max(lengths), x.dtype)
+            middle = torch.tensor([math.ceil(count / 2) for count in lengths], device=x.device)
+            centred = (position - middle[:, None]).to(work) / _SCALE_BASE
+            scale = self._bases(x.device).to(work) ** centred[..., None]
             sine, cosine = sine * scale, cosine * scale
         even, odd = x[..., ::2].to(work), x[..., 1::2].to(work)
         turned = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)

@@ -3,8 +3,8 @@
 //   card's power cap, a short one does not).
 // usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only | --backward-only] [--once]
 //                           [others | workload...]
-//   some workloads run only when named, or, unless deterministic, with `others`; --once makes one call, of backward after a
-//   forward with --backward-only, and times nothing, for profilers
+//   some workloads run only when named, or, unless deterministic, with `others`; --once makes one call, of backward
+//   after a forward with --backward-only, and times nothing, for profilers
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -193,8 +193,7 @@ void run(const Workload& work, const Request& request) {
   const PlanTotals totals = plan->totals();
   device_memory::reset_peak(device.index);
   const auto forward_once = [&] { attention.forward(view(q), view(k), view(v), view(out), lse_view); };
-  std::string line =
-      fmt::format(R"({{"workload": "{}", "kernel": "{}")", work.name, plan->kernel(Pass::forward)->name);
+  std::string line = fmt::format(R"({{"workload": "{}", "kernel": "{}")", work.name, plan->kernel(Pass::forward)->name);
   const auto report = [&](const char* step, const Times& times, double flops) {
     line += fmt::format(
         R"(, "{0}_ms": {1:.4f}, "{0}_burst_ms": {2:.4f}, "{0}_tflops": {3:.1f}, "{0}_burst_tflops": {4:.1f}, "{0}_extra_bytes": {5})",
@@ -241,7 +240,9 @@ int run_all(int argc, char** argv) {
     return std::find(wanted.begin(), wanted.end(), name) != wanted.end();
   };
   for (const Workload& work : workloads()) {
-    if (wanted.empty() ? work.always : asked(work.name) || (!work.always && !work.options.deterministic && asked("others"))) run(work, request);
+    if (wanted.empty() ? work.always
+                       : asked(work.name) || (!work.always && !work.options.deterministic && asked("others")))
+      run(work, request);
   }
   return 0;
 }

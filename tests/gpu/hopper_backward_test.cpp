@@ -302,8 +302,8 @@ TEST(HopperGradients, RefusalsSayWhy) {
   EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel(Pass::backward)->name, kHopper);
 }
 
-/// Needs no GPU: a tile of keys waits for as many as came to a pair of tiles of queries before it, or deterministic calls
-/// would hang. Wherever queries begin and end, for both groups.
+/// Needs no GPU: a tile of keys waits for as many as came to a pair of tiles of queries before it, or deterministic
+/// calls would hang. Wherever queries begin and end, for both groups.
 TEST(HopperWork, TurnsCountThoseBefore) {
   constexpr int kKeys = hopper::kKeyTileRows;
   for (const int tile_queries : {64, 128}) {

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Rings, measured: bytes moved for the sizes people run, memory of a rank, and MPI ranks against one process.
+"""Rings, measured: bytes moved for the sizes people run, memory of a rank, MPI and local ranks against one process.
 
-    python bench/ring.py --longspan build/release/longspan [bytes] [memory] [mpi]      all three without names
+    python bench/ring.py --longspan build/release/longspan [bytes] [memory] [mpi] [local] [gpu]      the first three without names
 
-Writes bench/results/ring_bytes.json, ring_memory.json and ring_mpi.json. Bytes are plain integers from `longspan plan`;
+Writes bench/results/ring_bytes.json, ring_memory.json, ring_mpi.json, ring_local.json and ring_gpu.json (or the same
+names in --results). `local` wants 16 cores, `gpu` a GPU. Bytes are plain integers from `longspan plan`;
 where `counted` is true they were also counted by `longspan ring` on the way and were equal on every rank.
 """
 
@@ -94,32 +95,92 @@ def measure_memory(longspan: str) -> None:
     print(f"tensors and halos {held / 2**20:.0f} MiB, process peak {peak / 2**20:.0f} MiB")
 
 
-def measure_mpi(longspan: str, pairs: int = 3) -> None:
-    """Interleaved: one process with all threads, then two MPI ranks that share them."""
-    threads = os.cpu_count() or 1
-    arguments = ["--tokens", "65536", "--heads", "8", "--head-dim", "64", "--segments", "2048,8192,65536", "--dilations", "1,4,32", "--backward"]
-    one, two = [], []
-    for _ in range(pairs):
-        alone = run([longspan, "ring", "--json", "--ranks", "1", *arguments])
-        one.append(sum(alone["per_rank"][0][key] if key == "seconds" else alone["per_rank"][0][key]["seconds"] for key in ("seconds", "backward")))
-        ranks = run(["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", longspan, "ring", "--json", *arguments],
-                    OMP_NUM_THREADS=str(max(threads // 2, 1)))["per_rank"]  # fmt: skip
-        two.append({"seconds": max(rank["seconds"] for rank in ranks) + max(rank["backward"]["seconds"] for rank in ranks),
-                    "waited_seconds": [rank["waited_seconds"] + rank["backward"]["waited_seconds"] for rank in ranks],
-                    "overlapped_seconds": [rank["overlapped_seconds"] + rank["backward"]["overlapped_seconds"] for rank in ranks]})  # fmt: skip
-    ratio = statistics.median(run["seconds"] for run in two) / statistics.median(one)
-    write("ring_mpi", {"machine": machine(), "command": f"longspan ring {' '.join(arguments)}", "one_process_seconds": one, "two_ranks": two, "ratio": ratio})
-    print(f"two MPI ranks take {ratio:.3f} of one process's time")
+def passes(rank: dict, key: str) -> float:
+    return rank[key] + rank["backward"][key]
+
+
+def measure_against_one(longspan: str, name: str, ranks: int, arguments: list[str], command: list[str], pairs: int = 11) -> None:
+    """Pairs of one process with all cores and `ranks` ranks that share them, forward and backward, which goes first
+    changing from pair to pair."""
+    threads = len(os.sched_getaffinity(0))
+    alone, ring = [], []
+
+    def run_alone() -> None:
+        alone.append(passes(run([longspan, "ring", "--json", "--ranks", "1", *arguments])["per_rank"][0], "seconds"))
+
+    def run_ring() -> None:
+        # MPI ranks share the cores by number; local ranks have the process's threads in common.
+        share = {"OMP_NUM_THREADS": str(max(threads // ranks, 1))} if command[0] == "mpirun" else {}
+        found = run([*command, *arguments], **share)["per_rank"]
+        ring.append({
+            "seconds": max(rank["seconds"] for rank in found) + max(rank["backward"]["seconds"] for rank in found),
+            "waited_seconds": [round(passes(rank, "waited_seconds"), 6) for rank in found],
+            "overlapped_seconds": [round(passes(rank, "overlapped_seconds"), 6) for rank in found],
+        })  # fmt: skip
+
+    for pair in range(pairs):
+        for one in (run_alone, run_ring) if pair % 2 == 0 else (run_ring, run_alone):
+            one()
+    ratio = statistics.median(of_ring["seconds"] / of_one for of_ring, of_one in zip(ring, alone))
+    times = statistics.median(of_ring["seconds"] for of_ring in ring) / statistics.median(alone)
+    waited = statistics.median(max(of_ring["waited_seconds"]) for of_ring in ring)
+    overlapped = statistics.median(min(of_ring["overlapped_seconds"]) for of_ring in ring)
+    write(name, {"machine": {**machine(), "cpus_used": threads}, "command": f"longspan ring {' '.join(arguments)}", "ranks": ranks,
+                 "median_ratio_of_pairs": ratio, "ratio_of_medians": times,
+                 "median_largest_waited_seconds": waited, "median_smallest_overlapped_seconds": overlapped,
+                 "one_process_seconds": alone, "ring": ring})  # fmt: skip
+    print(f"{ranks} ranks take {ratio:.3f} of one process's time (median of {pairs} pairs; {min(alone):.3f} s at best; "
+          f"longest wait {waited:.3f} s, least overlap {overlapped:.3f} s)")  # fmt: skip
+
+
+def measure_mpi(longspan: str) -> None:
+    """Two ranks, each with half the cores. Head groups: the far branch's work is whole heads, and crosses the ranks."""
+    arguments = ["--tokens", "32768", "--heads", "8", "--head-dim", "64", "--segments", "2048,8192,32768", "--dilations", "1,4,16", "--backward", "--repeat", "3"]
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+    measure_against_one(longspan, "ring_mpi", 2, arguments, [*mpirun, longspan, "ring", "--json"])
+
+
+def measure_local(longspan: str) -> None:
+    """Eight ranks of one process."""
+    arguments = ["--tokens", "16384", "--heads", "16", "--head-dim", "64", "--segments", "2048,8192,16384", "--dilations", "1,4,8", "--backward", "--repeat", "3"]
+    measure_against_one(longspan, "ring_local", 8, arguments, [longspan, "ring", "--json", "--ranks", "8"])
+
+
+def measure_gpu(longspan: str) -> None:
+    """Ranks that share one GPU against the GPU alone, with the kernel that rings run there and with the fastest."""
+    arguments = ["--device", "cuda", "--dtype", "bf16", "--tokens", "131072", "--heads", "8", "--head-dim", "64",
+                 "--segments", "2048,16384,131072", "--dilations", "1,8,64", "--backward", "--repeat", "7"]  # fmt: skip
+    rows = []
+    for ranks, extra in ((1, []), (1, ["--kernel", "cuda-mma"]), (2, []), (4, []), (8, [])):
+        found = run([longspan, "ring", "--json", "--ranks", str(ranks), *arguments, *extra])["per_rank"]
+        rows.append({
+            "ranks": ranks,
+            "kernel": found[0]["kernel"],
+            "forward_seconds": max(rank["seconds"] for rank in found),
+            "backward_seconds": max(rank["backward"]["seconds"] for rank in found),
+            "bytes_received": [rank["bytes_received"] for rank in found],
+            "halo_bytes": max(rank["backward"]["halo_bytes"] for rank in found),
+        })  # fmt: skip
+        print(f"{ranks} ranks, {rows[-1]['kernel']}: forward {rows[-1]['forward_seconds'] * 1e3:.2f} ms, "
+              f"backward {rows[-1]['backward_seconds'] * 1e3:.2f} ms")  # fmt: skip
+    write("ring_gpu", {"gpu": gpu_name(longspan), "command": f"longspan ring {' '.join(arguments)}", "results": rows})
+
+
+def gpu_name(longspan: str) -> str:
+    return run([longspan, "info", "--json"])["gpus"][0]["name"]
 
 
 def main() -> None:
+    global RESULTS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--longspan", default="build/release/longspan")
-    parser.add_argument("parts", nargs="*", choices=["bytes", "memory", "mpi", []], default=[])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parts = {"bytes": measure_bytes, "memory": measure_memory, "mpi": measure_mpi, "local": measure_local, "gpu": measure_gpu}
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
     arguments = parser.parse_args()
-    parts = arguments.parts or ["bytes", "memory", "mpi"]
-    for part in parts:
-        {"bytes": measure_bytes, "memory": measure_memory, "mpi": measure_mpi}[part](arguments.longspan)
+    RESULTS = arguments.results
+    for part in arguments.parts or ["bytes", "memory", "mpi"]:
+        parts[part](arguments.longspan)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,28 @@ TEST(ParallelFor, ManyHostThreadsAtOnce) {
   EXPECT_EQ(sum, 8 * 50 * 190);
 }
 
+TEST(ParallelFor, HostThreadsShareOneBudget) {
+  // Four loops of four threads each: once all callers are there, nobody else works.
+  std::atomic<int> callers{0}, working{0}, most{0};
+  std::vector<std::thread> hosts;
+  for (int host = 0; host < 4; ++host) {
+    hosts.emplace_back([&] {
+      parallel_for(4, 60, {}, [&](int worker, std::int64_t) {
+        if (worker == 0) callers.fetch_add(1);
+        const int now = working.fetch_add(1) + 1;
+        if (callers.load() > 100) {  // all loops are in full swing
+          for (int seen = most.load(); seen < now && !most.compare_exchange_weak(seen, now);) {}
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        working.fetch_sub(1);
+      });
+    });
+  }
+  for (std::thread& host : hosts) host.join();
+  EXPECT_LE(most.load(), 4);
+  EXPECT_GT(callers.load(), 100);
+}
+
 TEST(ParallelFor, CancelStopsWithin) {
   std::atomic<bool> cancel{false};
   std::atomic<std::int64_t> runs{0};

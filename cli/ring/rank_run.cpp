@@ -7,7 +7,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "gpu/gpu.h"
 #include "interrupt.h"
+#include "kernels/kernel.h"
 #include "random.h"
 #include "ring/mapped_output.h"
 #include "ring/ranks.h"
@@ -98,6 +100,7 @@ Json describe_report(const RingReport& report, double seconds) {
           {"waited_seconds", report.waited_seconds},
           {"overlapped_seconds", report.overlapped_seconds},
           {"seconds", seconds},
+          {"began", report.began},
           {"events", events}};
 }
 
@@ -118,6 +121,11 @@ ConstTensorView RingInputs::file(std::size_t index) const {
 }
 
 Tensor RingInputs::rows(std::size_t index, std::span<const RowRange> ranges) const {
+  Tensor made = host_rows(index, ranges);
+  return problem.device.type == DeviceType::cpu ? std::move(made) : made.on(problem.device);
+}
+
+Tensor RingInputs::host_rows(std::size_t index, std::span<const RowRange> ranges) const {
   static constexpr const char* kNames[] = {"q", "k", "v", "dout"};
   const std::int64_t heads = index == 1 || index == 2 ? problem.kv_heads : problem.heads;
   std::int64_t count = 0;
@@ -150,31 +158,53 @@ Tensor RingInputs::rows(std::size_t index, std::span<const RowRange> ranges) con
   return tensor;
 }
 
+std::string OneDevice::kernel(Pass pass) const {
+  Problem problem = inputs_.problem;
+  problem.query_rows = settings_.shards.rows(0);
+  problem.has_pieces = problem.has_piece_gradients = settings_.shards.ranks() > 1;
+  const auto plan = Attention(settings_.pattern, settings_.options).plan(problem);
+  return plan->kernel(pass) ? std::string(plan->kernel(pass)->name) : std::string();
+}
+
+/// The CPU's kernels give a row the same bits whether its keys come in pieces or not, so there nothing is forced; a
+/// GPU's take other tiles then, so it gets one piece that has everything.
+Attention OneDevice::with_rings_kernel(Pass pass) const {
+  Options options = settings_.options;
+  if (inputs_.problem.device.type == DeviceType::cuda) options.kernel = kernel(pass);
+  return Attention(settings_.pattern, options);
+}
+
 const OneDevice::Results& OneDevice::results() {
   std::call_once(once_, [&] {
     const Problem& p = inputs_.problem;
     const RowRange all{0, p.tokens};
     const auto make = [&](const char* name, std::int64_t heads) {
-      return Tensor(name, p.dtype, Layout::bnhd, p.batch, p.tokens, heads, p.head_dim);
+      return Tensor(name, p.dtype, Layout::bnhd, p.batch, p.tokens, heads, p.head_dim, p.device);
     };
     Results& r = results_.emplace();
     r.q = inputs_.rows(0, {&all, 1});
     r.k = inputs_.rows(1, {&all, 1});
     r.v = inputs_.rows(2, {&all, 1});
     r.out = make("out", p.heads);
-    r.lse = Tensor::lse("lse", p.batch, p.tokens, p.heads, p.dtype == DType::f64 ? DType::f64 : DType::f32);
+    r.lse = Tensor::lse("lse", p.batch, p.tokens, p.heads, p.dtype == DType::f64 ? DType::f64 : DType::f32, p.device);
     Call call;
     call.cancel = &interrupted();
     call.dropout_seed = inputs_.seed;
-    const Attention attention(settings_.pattern, settings_.options);
-    attention.forward(r.q.view(), r.k.view(), r.v.view(), r.out.view(), r.lse.view(), call);
-    if (!settings_.backward) return;
+    const KeyPiece everything{0, 1, r.k.view(), r.v.view()};
+    if (p.device.type == DeviceType::cuda) call.pieces = {&everything, 1};
+    const auto bring_home = [&](std::initializer_list<Tensor*> tensors) {
+      for (Tensor* const tensor : tensors) *tensor = tensor->on({});
+    };
+    with_rings_kernel(Pass::forward).forward(r.q.view(), r.k.view(), r.v.view(), r.out.view(), r.lse.view(), call);
+    if (!settings_.backward) return bring_home({&r.out, &r.lse});
     r.dout = inputs_.rows(3, {&all, 1});
     r.dq = make("dq", p.heads);
     r.dk = make("dk", p.kv_heads);
     r.dv = make("dv", p.kv_heads);
-    attention.backward(r.q.view(), r.k.view(), r.v.view(), r.out.view(), r.lse.view(), r.dout.view(), r.dq.view(),
-                       r.dk.view(), r.dv.view(), call);
+    with_rings_kernel(Pass::backward)
+        .backward(r.q.view(), r.k.view(), r.v.view(), r.out.view(), r.lse.view(), r.dout.view(), r.dq.view(),
+                  r.dk.view(), r.dv.view(), call);
+    bring_home({&r.out, &r.lse, &r.dq, &r.dk, &r.dv});
   });
   return *results_;
 }
@@ -187,10 +217,11 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
   const std::int64_t rows = settings.shards.rows(rank);
   const Tensor q = inputs.rows(0, ranges), k = inputs.rows(1, ranges), v = inputs.rows(2, ranges);
   const auto make = [&](const char* name, std::int64_t heads) {
-    return Tensor(name, p.dtype, Layout::bnhd, p.batch, rows, heads, p.head_dim);
+    return Tensor(name, p.dtype, Layout::bnhd, p.batch, rows, heads, p.head_dim, p.device);
   };
   const Tensor out = make("out", p.heads);
-  const Tensor lse = Tensor::lse("lse", p.batch, rows, p.heads, p.dtype == DType::f64 ? DType::f64 : DType::f32);
+  const Tensor lse =
+      Tensor::lse("lse", p.batch, rows, p.heads, p.dtype == DType::f64 ? DType::f64 : DType::f32, p.device);
   Call call;
   call.cancel = &interrupted();
   call.dropout_seed = inputs.seed;
@@ -204,13 +235,21 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
   Json json = {{"rank", rank},
                {"rows", rows},
                {"planned_bytes_received", exchange.bytes_received()},
-               {"planned_bytes_sent", exchange.bytes_sent()}};
+               {"planned_bytes_sent", exchange.bytes_sent()},
+               {"kernel", whole.kernel(Pass::forward)}};
+  // A GPU is still computing when the call returns.
+  const auto timed = [&](const std::function<void()>& work) {
+    if (p.device.type == DeviceType::cuda) return seconds_on(p.device, work);
+    work();
+    return ring.report().total_seconds;
+  };
   std::vector<double> seconds;
   RingHalo halo;
   for (int i = 0; i < settings.repeat; ++i) {
     together();
-    ring.forward(q.view(), k.view(), v.view(), out.view(), lse.view(), call, settings.backward ? &halo : nullptr);
-    seconds.push_back(ring.report().total_seconds);
+    seconds.push_back(timed([&] {
+      ring.forward(q.view(), k.view(), v.view(), out.view(), lse.view(), call, settings.backward ? &halo : nullptr);
+    }));
   }
   const Json forward = describe_report(ring.report(), median(seconds));
   std::size_t tensors = q.bytes() + k.bytes() + v.bytes() + out.bytes() + lse.bytes();
@@ -223,9 +262,10 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
     std::vector<double> backward_seconds;
     for (int i = 0; i < settings.repeat; ++i) {
       together();
-      ring.backward(q.view(), k.view(), v.view(), out.view(), lse.view(), dout.view(), gradients[0].view(),
-                    gradients[1].view(), gradients[2].view(), call, &halo);
-      backward_seconds.push_back(ring.report().total_seconds);
+      backward_seconds.push_back(timed([&] {
+        ring.backward(q.view(), k.view(), v.view(), out.view(), lse.view(), dout.view(), gradients[0].view(),
+                      gradients[1].view(), gradients[2].view(), call, &halo);
+      }));
     }
     json["backward"] = describe_report(ring.report(), median(backward_seconds));
     tensors += dout.bytes() + gradients[0].bytes() + gradients[1].bytes() + gradients[2].bytes();
@@ -235,14 +275,15 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
 
   if (settings.verify) {
     const OneDevice::Results& want = whole.results();
-    const Difference of_out = compare(out.view(), want.out.view(), ranges),
-                     of_lse = compare(lse.view(), want.lse.view(), ranges);
+    const Difference of_out = compare(out.on({}).view(), want.out.view(), ranges),
+                     of_lse = compare(lse.on({}).view(), want.lse.view(), ranges);
     const bool bits = of_out.same_bits && of_lse.same_bits;
     double error = std::max(of_out.error, of_lse.error), gradient_error = 0;
     if (settings.backward) {
       const Tensor* expected[] = {&want.dq, &want.dk, &want.dv};
       for (std::size_t i = 0; i < 3; ++i)
-        gradient_error = std::max(gradient_error, compare(gradients[i].view(), expected[i]->view(), ranges).error);
+        gradient_error =
+            std::max(gradient_error, compare(gradients[i].on({}).view(), expected[i]->view(), ranges).error);
       json["gradient_error"] = gradient_error;
     }
     const bool in_rounds = forward["rounds"].get<std::int64_t>() > 0;
@@ -254,13 +295,15 @@ Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std:
     if (rank == 0) MappedOutput::create(settings.out, p.dtype, settings.out_shape);
     together();
     {
+      const Tensor written = p.device.type == DeviceType::cpu ? Tensor() : out.on({});
+      const TensorView& source = p.device.type == DeviceType::cpu ? out.view() : written.view();
       const MappedOutput file(settings.out, p.dtype, inputs.layout, settings.out_shape);
       for_each_position(ranges, [&](std::int64_t row, std::int64_t position) {
         for (std::int64_t entry = 0; entry < p.batch; ++entry) {
           for (std::int64_t head = 0; head < p.heads; ++head) {
             std::memcpy(static_cast<std::byte*>(file.view().data) +
                             file.view().offset(entry, position, head) * size_of(p.dtype),
-                        row_at(out.view(), entry, row, head), row_bytes(out.view()));
+                        row_at(source, entry, row, head), row_bytes(source));
           }
         }
       });

@@ -22,8 +22,11 @@ struct RingInputs {
 
   /// The whole array of a file.
   ConstTensorView file(std::size_t index) const;
-  /// Some rows of stream `index` (q, k, v, dout), as a tensor of their own.
+  /// Some rows of stream `index` (q, k, v, dout), as a tensor of their own on the problem's device.
   Tensor rows(std::size_t index, std::span<const RowRange> ranges) const;
+
+ private:
+  Tensor host_rows(std::size_t index, std::span<const RowRange> ranges) const;
 };
 
 struct RingSettings {
@@ -38,7 +41,7 @@ struct RingSettings {
   std::vector<std::int64_t> out_shape;
 };
 
-/// What one device computes; made once, by whichever rank asks first.
+/// What one device computes, on the CPU's side; made once, by whichever rank asks first.
 class OneDevice {
  public:
   OneDevice(const RingInputs& inputs, const RingSettings& settings) : inputs_(inputs), settings_(settings) {}
@@ -46,8 +49,11 @@ class OneDevice {
     Tensor q, k, v, dout, out, lse, dq, dk, dv;
   };
   const Results& results();
+  /// The kernel that ranks run, and one device for comparison: on GPUs not all take keys in pieces.
+  std::string kernel(Pass pass) const;
 
  private:
+  Attention with_rings_kernel(Pass pass) const;
   const RingInputs& inputs_;
   const RingSettings& settings_;
   std::once_flag once_;

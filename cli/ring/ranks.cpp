@@ -14,7 +14,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// One exchange. A rank that does not come makes the communicator unusable, so that nobody waits for it again at the end.
+/// One exchange. A rank that does not come makes the communicator unusable, so that nobody waits for it again at the
+/// end.
 void exchange(Communicator& communicator, const char* step, std::span<const SendBuffer> sends,
               std::span<const ReceiveBuffer> receives, std::chrono::milliseconds deadline) {
   try {

@@ -20,9 +20,9 @@ struct KeyPiece {
   std::int64_t step = 1;
   ConstTensorView k;         ///< [B, count, heads, D]: key/value heads kv_head, kv_head + 1, ...
   ConstTensorView v;
-  std::int64_t kv_head = 0;  ///< GPUs take pieces of all heads only
+  std::int64_t kv_head = 0;
   /// Backward: where the gradients of these rows are added, float32 (float64 if k is), in k's shape. All pieces or none
-  /// have them; dk and dv of the call are then not given. CPU only.
+  /// have them; dk and dv of the call are then not given. On a GPU their rows are aligned to 16 bytes.
   TensorView dk{}, dv{};
 };
 

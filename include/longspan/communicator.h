@@ -1,6 +1,7 @@
 // How the ranks of a ring talk: messages between pairs of ranks, with a deadline. Knows nothing of attention.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "longspan/export.h"
+#include "longspan/tensor_view.h"
 
 namespace longspan {
 
@@ -17,11 +19,13 @@ struct SendBuffer {
   int peer = 0;
   const void* data = nullptr;
   std::size_t bytes = 0;
+  Device device{};  ///< whose memory it is; others than the CPU's only where Communicator::takes says so
 };
 struct ReceiveBuffer {
   int peer = 0;
   void* data = nullptr;
   std::size_t bytes = 0;
+  Device device{};
 };
 
 /// One rank's end of a ring. Used by one thread at a time. Derive from it to bring a transport of your own.
@@ -38,7 +42,11 @@ class LONGSPAN_API Communicator {
   virtual int size() const = 0;
   /// Starts one exchange: at most one message to and from each peer, in an order that both sides keep from exchange to
   /// exchange. Buffers stay valid and untouched until wait() returns or abort() does.
+  /// GPU memory is ready when begin() is called, and what has arrived there is when wait() returns.
   virtual void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) = 0;
+  /// Called now and then between begin() and wait() while the rank computes, so that messages move meanwhile. Returns
+  /// whether every message has arrived and left; false where it cannot tell. Failures are left to wait().
+  virtual bool progress() noexcept { return false; }
   /// Returns when every message of the exchange has arrived and left. Throws CommError, naming a rank, if one fails or
   /// the deadline passes.
   virtual void wait(Deadline deadline) = 0;
@@ -47,6 +55,9 @@ class LONGSPAN_API Communicator {
   virtual void abort() noexcept = 0;
   /// Whether buffers may still be written after abort(). Whoever made them then keeps them until the process ends.
   virtual bool keeps_buffers() const { return false; }
+
+  /// Whether buffers may be in a device's memory. What is on a GPU and not taken goes by way of the host.
+  virtual bool takes(Device device) const { return device.type == DeviceType::cpu; }
 
   /// Why the communicator is unusable; empty while it is not. A failed call of a ring leaves its reason here.
   const std::string& failure() const { return failure_; }
@@ -69,7 +80,8 @@ struct LocalFault {
   std::chrono::milliseconds time{50};  ///< delay and stall
 };
 
-/// Ranks of one process, one per calling thread; rank p is element p. Messages are copied once, from buffer to buffer.
+/// Ranks of one process, one per calling thread; rank p is element p. Messages are copied once, from buffer to buffer,
+/// between GPUs too; several ranks may share a GPU.
 /// A nonzero `shuffle` delivers messages in an order drawn from it.
 LONGSPAN_API std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults = {},
                                                                    std::uint64_t shuffle = 0);
@@ -79,5 +91,14 @@ LONGSPAN_API std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, st
 LONGSPAN_API std::shared_ptr<Communicator> mpi_ring();
 /// Whether this process was started by an MPI launcher. False where the library was built without MPI.
 LONGSPAN_API bool under_mpi();
+
+/// What the ranks of one NCCL ring have in common. Made by one rank and given to the others by whatever they share.
+using NcclId = std::array<char, 128>;
+/// Throws Unsupported where NCCL is not found (libnccl.so.2, as the system finds libraries) or too old.
+LONGSPAN_API NcclId nccl_id();
+/// This rank's end of a ring over NCCL, which moves GPU memory only. Every rank has a GPU of its own and calls at the
+/// same time; one that does not come by the deadline is a CommError. A new ring may be made after a failure.
+LONGSPAN_API std::shared_ptr<Communicator> nccl_ring(const NcclId& id, int rank, int size, int device,
+                                                     std::chrono::milliseconds deadline = std::chrono::seconds(60));
 
 }  // namespace longspan

@@ -80,8 +80,7 @@ class LONGSPAN_API ExchangePlan {
   /// What it would receive if every branch longer than its shard gathered its strands from all ranks, as torchscale
   /// does.
   std::int64_t all_gather_bytes() const { return all_gather_bytes_; }
-  /// For each branch: positions of this rank whose queries need no remote row in it, as one range within each of the
-  /// rank's ranges (same order; count 0 if there is none).
+  /// For each branch: positions of this rank whose queries need no remote row in it, ascending.
   const std::vector<std::vector<RowRange>>& local_ranges() const { return local_ranges_; }
   /// Several lines for people.
   std::string to_string() const;

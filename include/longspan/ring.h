@@ -16,8 +16,8 @@ namespace longspan {
 struct RingOptions {
   /// How long one exchange may take. Whoever is missing by then is named in a CommError.
   std::chrono::milliseconds deadline{60000};
-  /// Most bytes of remote rows that a rank holds at a time; 0: all it needs. Beyond it the exchange runs in rounds,
-  /// whose results agree to rounding instead of to the bit. The same on all ranks.
+  /// Most bytes of remote rows (backward: and of gradients on their way) that a rank holds at a time; 0: all it needs.
+  /// A pass beyond it runs in rounds, whose results agree to rounding instead of to the bit. The same on all ranks.
   std::size_t halo_limit_bytes = 0;
   /// Whether messages are checked for changes on their way.
   bool checksums = true;
@@ -31,15 +31,16 @@ struct RingEvent {
 
 /// What one call did. Bytes are payload; headers are counted apart.
 struct RingReport {
+  double began = 0;  ///< seconds since 1970 when the call began, on the clock that ranks share
   std::int64_t bytes_sent = 0;
   std::int64_t bytes_received = 0;
   std::int64_t messages_sent = 0;
   std::int64_t messages_received = 0;
   std::int64_t header_bytes_sent = 0;
-  std::int64_t halo_bytes = 0;    ///< most memory that remote rows (and their gradients) took at a time
+  std::int64_t halo_bytes = 0;    ///< most memory that remote rows, copies of them and gradients on their way took
   std::int64_t rounds = 0;        ///< 0: the whole halo in one exchange
   double waited_seconds = 0;      ///< in which nothing was computed, because messages were on their way
-  double overlapped_seconds = 0;  ///< of work while messages were on their way
+  double overlapped_seconds = 0;  ///< of work until messages were seen to have come
   double total_seconds = 0;
   std::vector<RingEvent> events;
 };

@@ -32,6 +32,8 @@ from ._longspan import (
     RingHalo,
     Shards,
     local_ring,
+    nccl_id,
+    nccl_ring,
     num_threads,
     set_num_threads,
 )
@@ -100,6 +102,8 @@ __all__ = [
     "info",
     "kernels",
     "local_ring",
+    "nccl_id",
+    "nccl_ring",
     "local_window",
     "longformer",
     "longnet",

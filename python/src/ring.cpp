@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "arrays.h"
@@ -107,11 +108,12 @@ struct CallData {
   SignalCheck signals;
   Call call;
 
-  CallData(nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed) {
+  CallData(nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream) {
     call.lengths = arrays.input(lengths, "lengths", Role::lengths);
     call.key_mask = arrays.input(key_mask, "key_mask", Role::key_mask);
     call.alibi_slopes = arrays.input(alibi_slopes, "alibi_slopes", Role::alibi_slopes);
     call.dropout_seed = seed;
+    call.stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(stream));
     call.progress = [this](double) { return signals(); };
   }
   CallData(const CallData&) = delete;
@@ -119,8 +121,8 @@ struct CallData {
 };
 
 void forward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle lengths,
-             nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed, RingHalo* keep) {
-  CallData data(lengths, key_mask, alibi_slopes, seed);
+             nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream, RingHalo* keep) {
+  CallData data(lengths, key_mask, alibi_slopes, seed, stream);
   const ConstTensorView q_view = data.arrays.input(q, "q", Role::bnhd), k_view = data.arrays.input(k, "k", Role::bnhd),
                         v_view = data.arrays.input(v, "v", Role::bnhd);
   const TensorView out_view = data.arrays.output(out, "out", Role::bnhd),
@@ -130,8 +132,8 @@ void forward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle ou
 
 void backward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle dout,
               nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::handle lengths, nb::handle key_mask,
-              nb::handle alibi_slopes, std::uint64_t seed, RingHalo* kept) {
-  CallData data(lengths, key_mask, alibi_slopes, seed);
+              nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream, RingHalo* kept) {
+  CallData data(lengths, key_mask, alibi_slopes, seed, stream);
   const auto input = [&](nb::handle array, const char* name) { return data.arrays.input(array, name, Role::bnhd); };
   const auto output = [&](nb::handle array, const char* name) { return data.arrays.output(array, name, Role::bnhd); };
   const ConstTensorView q_view = input(q, "q"), k_view = input(k, "k"), v_view = input(v, "v"),
@@ -174,6 +176,27 @@ void bind_ring(nb::module_& module) {
       "local_ring", [](int ranks) { return local_ring(ranks); }, "ranks"_a,
       "Ranks of this process, one for each calling thread.");
 
+  module.def(
+      "nccl_id",
+      [] {
+        const NcclId id = nccl_id();
+        return nb::bytes(id.data(), id.size());
+      },
+      "What the ranks of one NCCL ring have in common; made by one of them and given to the others.");
+  module.def(
+      "nccl_ring",
+      [](const nb::bytes& id, int rank, int size, int device, double deadline) {
+        NcclId common;
+        if (id.size() != common.size())
+          throw InvalidArgument("id", "id has " + std::to_string(id.size()) + " bytes: give what nccl_id() returned");
+        std::copy_n(id.c_str(), common.size(), common.begin());
+        const nb::gil_scoped_release unlocked;
+        return nccl_ring(common, rank, size, device,
+                         std::chrono::milliseconds(static_cast<std::int64_t>(deadline * 1000)));
+      },
+      "id"_a, "rank"_a, "size"_a, "device"_a, "deadline"_a = 60.0,
+      "This rank's end of a ring over NCCL; every rank calls it at the same time, with a GPU of its own.");
+
   nb::class_<RingHalo>(module, "RingHalo", "Remote rows that a forward keeps for its backward.")
       .def(nb::init<>())
       .def_prop_ro("bytes", &RingHalo::bytes)
@@ -195,11 +218,11 @@ void bind_ring(nb::module_& module) {
           "attention"_a, "communicator"_a.none(), "shards"_a, "deadline"_a = 60.0, "halo_limit_bytes"_a = 0,
           "checksums"_a = true)
       .def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a = nb::none(), "lengths"_a = nb::none(),
-           "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "seed"_a = 0, "keep"_a = nb::none(),
-           "Fills out and, if given, lse.")
+           "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "seed"_a = 0, "stream"_a = 0,
+           "keep"_a = nb::none(), "Fills out and, if given, lse.")
       .def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a, "dlse"_a.none(), "dq"_a, "dk"_a,
            "dv"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "seed"_a = 0,
-           "kept"_a = nb::none(), "Fills dq, dk and dv.")
+           "stream"_a = 0, "kept"_a = nb::none(), "Fills dq, dk and dv.")
       .def_prop_ro("rank", &Ring::rank)
       .def(
           "report", [](const Ring& ring) { return describe(ring.report()); },

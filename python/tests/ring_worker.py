@@ -112,6 +112,25 @@ def check_shard(rank: int, size: int) -> None:
     assert torch.equal(unshard(out, layout="zigzag"), want)
 
 
+def check_cuda(rank: int, size: int) -> None:
+    """Ranks that share a GPU: rows go by way of the host, the bits are those of one GPU with the same kernel."""
+    q, k, v, grad = (x.to("cuda", torch.bfloat16) for x in inputs())
+    counts = uneven(size)
+    one = [x.clone().requires_grad_() for x in (q, k, v)]
+    pattern = longspan.Pattern.parse(RingDilatedAttention(SEGMENTS, RATES).attention.pattern)
+    want = longspan.attention(*one, pattern, kernel="cuda-mma")
+    want.backward(grad)
+    for checkpointing in (False, True):
+        own = [rows(x, counts, rank).clone().requires_grad_() for x in (q, k, v)]
+        module = RingDilatedAttention(SEGMENTS, RATES, use_checkpointing=checkpointing, deadline=20)
+        out = module(*own)
+        out.backward(rows(grad, counts, rank))
+        assert torch.equal(out, rows(want, counts, rank)), "forward bits"
+        for mine, theirs in zip(own, one):
+            torch.testing.assert_close(mine.grad, rows(theirs.grad, counts, rank), rtol=2**-6, atol=2**-7)
+        assert module.monitor.bytes_received > 0
+
+
 def check_silent(rank: int, size: int) -> None:
     """Rank 1 stops taking part; the others raise in time and say who is missing."""
     q, k, v, _ = inputs()

@@ -304,5 +304,31 @@ def test_bad_arguments_are_named():
         assert caught.value.argument == name
     with pytest.raises(longspan.InvalidArgument, match="sparsity_ratio is 1"):
         lt.create_block_sparse_attention(1.0, embed_dim=32, num_heads=4)
-    with pytest.raises(longspan.Unsupported, match="ring_size is 4"):
-        lt.BlockSparseRingDilatedAttention([64], [1], ring_size=4)
+    with pytest.raises(longspan.InvalidArgument, match="ring_size is 0"):
+        lt.BlockSparseRingDilatedAttention([64], [1], ring_size=0)
+
+
+@pytest.mark.parametrize("compose", [False, True])
+@pytest.mark.parametrize("kind", ["local_window", "global_local", "random", "dilated_sparse"])
+def test_fixed_masks_run_over_rings(kind, compose):
+    config = {"pattern_type": kind, "block_size": 16, "local_window_size": 48, "global_tokens": 16, "sparsity_ratio": 0.3}
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 170, 4, 16) for _ in range(3)]
+    results = []
+    for ring_size in (1, 3):
+        own = [x.clone().requires_grad_() for x in whole]
+        module = lt.BlockSparseRingDilatedAttention([64, 170], [1, 2], config, compose=compose, ring_size=ring_size)
+        out = module(*own, is_causal=True)
+        out.square().sum().backward()
+        results.append((out.detach(), *(x.grad for x in own)))
+        assert module.monitor.calls == (0 if ring_size == 1 else 6)
+    one, ring = results
+    assert torch.equal(one[0], ring[0])
+    for mine, theirs in zip(ring[1:], one[1:]):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_adaptive_masks_over_a_ring_are_refused():
+    q = torch.randn(1, 64, 2, 16)
+    with pytest.raises(longspan.Unsupported, match="adaptive block masks over a ring"):
+        lt.BlockSparseAdaptive([64], [1], 2, 16, ring_size=2)(q, q, q)

@@ -201,9 +201,6 @@ void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& 
     if (piece.kv_head < 0 || piece.kv_head + piece.k.heads() > k.heads()) {
       reject(name, "{} has heads {} to {}: k has {}", name, piece.kv_head, piece.kv_head + piece.k.heads() - 1, k.heads());
     }
-    if (q.device.type == DeviceType::cuda && piece.k.heads() != k.heads()) {
-      reject(name, "{} has {} of {} heads: pieces on a GPU have all of them", name, piece.k.heads(), k.heads());
-    }
     if (piece.step < 1) reject(name, "{} has step {}: steps are at least 1", name, piece.step);
     const std::int64_t rows = piece.k.rows();
     if (piece.first < 0 || (rows > 0 && (piece.first >= tokens || (tokens - 1 - piece.first) / piece.step < rows - 1))) {
@@ -264,7 +261,6 @@ void check_piece_gradients(const ConstTensorView& q, const Call& call) {
       const std::string name = fmt::format("pieces[{}].{}", i, part);
       if (view.given() != call.pieces[0].dk.given()) reject(name, "{} is {}: give gradients in all pieces or in none", name, view.given() ? "given" : "missing");
       if (!view.given()) continue;
-      if (q.device.type != DeviceType::cpu) reject(name, "{} is on {}: pieces take gradients on the CPU", name, to_string(q.device));
       check_tensor(name, view);
       check_dtype_device(name, view, q.dtype == DType::f64 ? DType::f64 : DType::f32, q);
       check_same(name, view, piece.k, "its k");

@@ -15,11 +15,17 @@ SplitForward::SplitForward(const Attention& attention, const ConstTensorView& q,
       out_(out),
       lse_(lse),
       threads_(num_threads()),
-      workspace_(possible() && q.rows() > 0 ? kernel_->workspace_bytes(*plan_, Pass::forward, threads_) : 0) {}
+      host_(q.device.type == DeviceType::cpu ? needed_bytes() : 0),
+      device_(q.device.index, call.stream, q.device.type == DeviceType::cuda ? needed_bytes() : 0) {}
+
+std::size_t SplitForward::needed_bytes() const {
+  return possible() && q_.rows() > 0 ? kernel_->workspace_bytes(*plan_, Pass::forward, threads_) : 0;
+}
 
 void SplitForward::run(const ForwardPart& part, const Call& call) const {
   if (q_.batch() == 0 || q_.rows() == 0) return;
-  kernel_->forward({*plan_, call, call.query_ranges, q_, k_, v_, out_, lse_, threads_, workspace_.data(), &part});
+  kernel_->forward({*plan_, call, call.query_ranges, q_, k_, v_, out_, lse_, threads_,
+                    device_.data() ? device_.data() : host_.data(), &part});
 }
 
 }  // namespace longspan

@@ -5,11 +5,12 @@
 
 #include "kernels/kernel.h"
 #include "longspan/attention.h"
+#include "memory/device_pool.h"
 #include "memory/host_pool.h"
 
 namespace longspan {
 
-/// Checked by the caller; all rows of keys are in pieces. CPU tensors.
+/// Checked by the caller; all rows of keys are in pieces.
 class SplitForward {
  public:
   SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
@@ -19,12 +20,15 @@ class SplitForward {
   void run(const ForwardPart& part, const Call& call) const;
 
  private:
+  std::size_t needed_bytes() const;
+
   std::shared_ptr<const Plan> plan_;
   const Kernel* kernel_;
   ConstTensorView q_, k_, v_;
   TensorView out_, lse_;
   int threads_;
-  HostLease workspace_;
+  HostLease host_;
+  DeviceLease device_;
 };
 
 }  // namespace longspan

@@ -6,6 +6,7 @@
 #include "attention/split_forward.h"
 #include "comm/ring_state.h"
 #include "longspan/error.h"
+#include "plan/row_ranges.h"
 
 namespace longspan {
 namespace {
@@ -13,88 +14,78 @@ namespace {
 /// Consecutive rows of a shard, and the positions they have.
 struct RowsPart {
   std::int64_t row = 0;
-  std::vector<RowRange> positions;
-  std::int64_t count() const {
-    std::int64_t rows = 0;
-    for (const RowRange& range : positions) rows += range.count;
-    return rows;
-  }
+  RowRanges positions;
+  std::int64_t count() const { return rows_in(positions); }
 };
+using RowsParts = std::vector<RowsPart>;
 
-struct RowsByNeed {
-  std::vector<RowsPart> local, remote;  // need no remote row; need some
-};
-
-/// Rows of the shard that lie in every branch's local range, and the rest.
-RowsByNeed split(const ExchangePlan& exchange, std::span<const RowRange> ranges) {
-  RowsByNeed parts;
+/// Positions of the shard as parts of its rows.
+RowsParts parts_of(std::span<const RowRange> positions, std::span<const RowRange> shard) {
+  RowsParts parts;
   std::int64_t row = 0;
-  const auto add = [](std::vector<RowsPart>& list, std::int64_t at, std::int64_t begin, std::int64_t end) {
-    if (begin >= end) return;
-    if (!list.empty() && list.back().row + list.back().count() == at)
-      list.back().positions.push_back({begin, end - begin});
-    else list.push_back({at, {{begin, end - begin}}});
-  };
-  for (std::size_t i = 0; i < ranges.size(); ++i) {
-    const std::int64_t first = ranges[i].start, last = first + ranges[i].count;
-    std::int64_t begin = first, end = last;
-    for (const auto& of_branch : exchange.local_ranges()) {
-      begin = std::max(begin, of_branch[i].start);
-      end = std::min(end, of_branch[i].start + of_branch[i].count);
+  for (const RowRange& range : shard) {
+    for (const RowRange& own : common_rows({&range, 1}, positions)) {
+      const std::int64_t at = row + own.start - range.start;
+      if (parts.empty() || parts.back().row + parts.back().count() != at) parts.push_back({at, {}});
+      parts.back().positions.push_back(own);
     }
-    if (exchange.peers().empty()) begin = first, end = last;
-    if (begin >= end) begin = end = last;
-    add(parts.remote, row, first, begin);
-    add(parts.local, row + begin - first, begin, end);
-    add(parts.remote, row + end - first, end, last);
-    row += ranges[i].count;
+    row += range.count;
   }
   return parts;
 }
 
-using Windows = std::vector<std::vector<RowRange>>;  // positions, by branch
+struct RowsByNeed {
+  RowsParts local, remote;  // need no remote row; need some
+};
+
+/// Rows of the shard that are local to every branch, and the rest. Each part is a call of its own, so of many short
+/// ones only the longest are kept apart.
+RowsByNeed split(const ExchangePlan& exchange, std::span<const RowRange> ranges) {
+  constexpr std::size_t kMostParts = 16;
+  RowRanges local(ranges.begin(), ranges.end());
+  if (!exchange.peers().empty()) {
+    for (const RowRanges& of_branch : exchange.local_ranges()) local = common_rows(local, of_branch);
+  }
+  if (local.size() > kMostParts) {
+    const auto longer = [](const RowRange& a, const RowRange& b) { return a.count > b.count; };
+    std::nth_element(local.begin(), local.begin() + kMostParts, local.end(), longer);
+    local.resize(kMostParts);
+    std::sort(local.begin(), local.end(), [](const RowRange& a, const RowRange& b) { return a.start < b.start; });
+  }
+  return {parts_of(local, ranges), parts_of(rows_without(ranges, local), ranges)};
+}
 
 /// What each branch can do without remote rows, and what is left. Where branches are mixed, a row goes through them in
 /// order, so a branch has to leave a row for later once one before it has.
 struct WindowsByNeed {
-  Windows local, remote;
+  std::vector<RowRanges> local, remote;  // positions, by branch
 };
 WindowsByNeed split_windows(const Plan& plan, const ExchangePlan& exchange, std::span<const RowRange> ranges) {
   WindowsByNeed windows;
-  std::vector<RowRange> before(ranges.begin(), ranges.end());
-  for (const std::vector<RowRange>& of_branch : exchange.local_ranges()) {
-    std::vector<RowRange>& local = windows.local.emplace_back();
-    std::vector<RowRange>& remote = windows.remote.emplace_back();
-    for (std::size_t i = 0; i < ranges.size(); ++i) {
-      const std::int64_t first = ranges[i].start, last = first + ranges[i].count;
-      std::int64_t begin = std::max(of_branch[i].start, before[i].start);
-      std::int64_t end = std::min(of_branch[i].start + of_branch[i].count, before[i].start + before[i].count);
-      if (begin >= end) begin = end = first;
-      local.push_back({begin, end - begin});
-      remote.push_back({first, begin - first});
-      remote.push_back({end, last - end});
-      if (plan.merges_branches()) before[i] = local.back();
-    }
+  RowRanges before(ranges.begin(), ranges.end());
+  for (const RowRanges& of_branch : exchange.local_ranges()) {
+    windows.local.push_back(common_rows(before, of_branch));
+    windows.remote.push_back(rows_without(ranges, windows.local.back()));
+    if (plan.merges_branches()) before = windows.local.back();
   }
   return windows;
 }
 
-std::int64_t rows_in(const std::vector<RowsPart>& parts) {
-  std::int64_t rows = 0;
-  for (const RowsPart& part : parts) rows += part.count();
-  return rows;
-}
-
-/// The caller's progress hook as a stretch of it.
-class ProgressShare {
+/// The caller's progress hook as a stretch of it, and messages that move meanwhile.
+class WorkProgress {
  public:
-  ProgressShare(const Call& call, std::int64_t rows) : call_(call), rows_(std::max<std::int64_t>(rows, 1)) {}
-  void apply(Call& inner, std::int64_t rows) {
-    if (!call_.progress) return;
+  WorkProgress(const Call& call, std::int64_t rows) : call_(call), rows_(std::max<std::int64_t>(rows, 1)) {}
+  /// For the next `rows` rows; step: null if nothing travels.
+  void apply(Call& inner, std::int64_t rows, MessageStep* step) {
     const double begin = static_cast<double>(done_) / static_cast<double>(rows_),
                  share = static_cast<double>(rows) / static_cast<double>(rows_);
-    inner.progress = [this, begin, share](double fraction) { return call_.progress(begin + share * fraction); };
     done_ += rows;
+    inner.progress = nullptr;
+    if (!call_.progress && !step) return;
+    inner.progress = [this, begin, share, step](double fraction) {
+      if (step) step->progress();
+      return !call_.progress || call_.progress(begin + share * fraction);
+    };
   }
 
  private:
@@ -103,41 +94,46 @@ class ProgressShare {
 };
 
 /// Memory for what a forward exchanges, with the sends packed.
-Messages make_messages(const ExchangePlan& exchange, std::span<const RowRange> ranges, const ConstTensorView& k,
-                       const ConstTensorView& v) {
+Messages make_messages(const ExchangePlan& exchange, const MessagePlace& place, std::span<const RowRange> ranges,
+                       const ConstTensorView& k, const ConstTensorView& v) {
   Messages messages;
+  const auto bytes = [&](std::int64_t pairs) { return static_cast<std::size_t>(pairs * exchange.bytes_per_pair()); };
   for (const ExchangePeer& peer : exchange.peers()) {
     if (peer.send_pairs > 0) {
-      messages.sends.emplace_back(peer.rank, static_cast<std::size_t>(peer.send_pairs * exchange.bytes_per_pair()));
-      pack(messages.sends.back().payload(), peer.send, ranges, k, v);
+      messages.sends.emplace_back(peer.rank, bytes(peer.send_pairs), place);
+      pack(messages.sends.back(), peer.send, ranges, k, v);
     }
-    if (peer.receive_pairs > 0)
-      messages.receives.emplace_back(peer.rank,
-                                     static_cast<std::size_t>(peer.receive_pairs * exchange.bytes_per_pair()));
+    if (peer.receive_pairs > 0) messages.receives.emplace_back(peer.rank, bytes(peer.receive_pairs), place);
   }
   return messages;
 }
 
 /// Memory for the gradients that travel back: sends are what receives were, set to zero.
-Messages make_returns(const ExchangePlan& exchange) {
+Messages make_returns(const ExchangePlan& exchange, const MessagePlace& place, const ConstTensorView& k) {
   Messages messages;
+  const DType sums = sum_dtype(k.dtype);
+  const auto bytes = [&](std::int64_t pairs) {
+    return static_cast<std::size_t>(pairs * exchange.gradient_bytes_per_pair());
+  };
   for (const ExchangePeer& peer : exchange.peers()) {
     if (peer.receive_pairs > 0) {
-      messages.sends.emplace_back(peer.rank,
-                                  static_cast<std::size_t>(peer.receive_pairs * exchange.gradient_bytes_per_pair()));
-      std::memset(messages.sends.back().payload(), 0, messages.sends.back().bytes());
+      messages.sends.emplace_back(peer.rank, bytes(peer.receive_pairs), place);
+      clear(TensorView::bnhd(messages.sends.back().payload(), sums, 1, 2 * peer.receive_pairs * k.batch(), 1,
+                             k.columns(), place.device),
+            place.stream);
     }
-    if (peer.send_pairs > 0)
-      messages.receives.emplace_back(peer.rank,
-                                     static_cast<std::size_t>(peer.send_pairs * exchange.gradient_bytes_per_pair()));
+    if (peer.send_pairs > 0) messages.receives.emplace_back(peer.rank, bytes(peer.send_pairs), place);
   }
   return messages;
 }
 
-std::int64_t total_bytes(std::span<const MessageBuffer> messages) {
-  std::int64_t bytes = 0;
-  for (const MessageBuffer& message : messages) bytes += static_cast<std::int64_t>(message.bytes());
-  return bytes;
+/// Whether gradients of this dtype can be summed up in the tensor itself. GPUs add 16 bytes at a time.
+bool sums_in_place(const TensorView& view) {
+  if (view.dtype != sum_dtype(view.dtype)) return false;
+  if (view.device.type == DeviceType::cpu) return true;
+  std::uint64_t bits = reinterpret_cast<std::uintptr_t>(view.data);
+  for (std::size_t d = 0; d < 3; ++d) bits |= static_cast<std::uint64_t>(view.strides[d] * size_of(view.dtype));
+  return bits % 16 == 0;
 }
 
 /// A halo of other inputs would give other gradients.
@@ -164,7 +160,7 @@ void add_halo_pieces(std::vector<KeyPiece>& pieces, const ExchangePlan& exchange
   for (const ExchangePeer& peer : exchange.peers()) {
     if (peer.receive_pairs == 0) continue;
     add_pieces(pieces, peer.receive, halo[next].payload(), gradients.empty() ? nullptr : gradients[next].payload(),
-               k.batch(), k.columns(), k.dtype, sum_dtype(k.dtype));
+               k.batch(), k.columns(), k.dtype, sum_dtype(k.dtype), k.device);
     ++next;
   }
 }
@@ -173,27 +169,27 @@ void add_halo_pieces(std::vector<KeyPiece>& pieces, const ExchangePlan& exchange
 
 void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t,
                                const Call& call, RingHalo* keep) {
-  RingClock clock(report);
+  RingClock clock(report, rules.place);
   const ExchangePlan& exchange = *plan.exchange;
   const ConstTensorView k = shape_only(t.k, shards.tokens()), v = shape_only(t.v, shards.tokens());
   clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring forward"); });
   Messages messages;
-  clock.working("pack", false, [&] { messages = make_messages(exchange, ranges(), t.k, t.v); });
+  clock.working("pack", [&] { messages = make_messages(exchange, rules.place, ranges(), t.k, t.v); });
   messages.count(report);
   report.halo_bytes = total_bytes(messages.receives);
   MessageStep step(*communicator, rules, "ring forward, exchange of rows");
-  step.begin(messages.sends, messages.receives);
+  clock.working("send", [&] { step.begin(messages.sends, messages.receives); });
 
   const RowsByNeed parts = split(exchange, ranges());
-  ProgressShare progress(call, shards.rows(rank));
+  WorkProgress progress(call, shards.rows(rank));
   std::vector<KeyPiece> pieces;
   add_own_pieces(pieces, ranges(), t.k, t.v);
-  const auto attend = [&](const std::vector<RowsPart>& list) {
+  const auto attend = [&](const RowsParts& list, MessageStep* travelling) {
     for (const RowsPart& part : list) {
       Call inner = call;
       inner.query_ranges = part.positions;
       inner.pieces = pieces;
-      progress.apply(inner, part.count());
+      progress.apply(inner, part.count(), travelling);
       attention.forward(rows_of(t.q, part.row, part.count()), k, v, rows_of(t.out, part.row, part.count()),
                         rows_of(t.lse, part.row, part.count()), inner);
     }
@@ -203,58 +199,61 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
   ranged.query_ranges = ranges();
   ranged.pieces = pieces;
   const SplitForward by_branch(attention, t.q, k, v, t.out, t.lse, ranged);
-  if (rows_in(parts.remote) > 0 && by_branch.possible()) {
+  if (!parts.remote.empty() && by_branch.possible()) {
     const WindowsByNeed windows = split_windows(*plan.plan, exchange, ranges());
-    progress.apply(ranged, shards.rows(rank) / 2);
-    clock.working("work without remote keys", true, [&] { by_branch.run({windows.local, true, false}, ranged); });
+    progress.apply(ranged, shards.rows(rank) / 2, &step);
+    clock.working("work without remote keys", step, [&] { by_branch.run({windows.local, true, false}, ranged); });
     clock.waiting("wait", [&] { step.finish(); });
     add_halo_pieces(pieces, exchange, messages.receives, {}, t.k);
     ranged.pieces = pieces;
-    progress.apply(ranged, shards.rows(rank) / 2);
-    clock.working("work with remote keys", false, [&] { by_branch.run({windows.remote, false, true}, ranged); });
+    progress.apply(ranged, shards.rows(rank) / 2, nullptr);
+    clock.working("work with remote keys", [&] { by_branch.run({windows.remote, false, true}, ranged); });
   } else {
-    if (rows_in(parts.local) > 0)
-      clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
+    if (!parts.local.empty()) clock.working("rows without remote keys", step, [&] { attend(parts.local, &step); });
     clock.waiting("wait", [&] { step.finish(); });
     add_halo_pieces(pieces, exchange, messages.receives, {}, t.k);
-    if (rows_in(parts.remote) > 0) clock.working("rows with remote keys", false, [&] { attend(parts.remote); });
+    if (!parts.remote.empty()) clock.working("rows with remote keys", [&] { attend(parts.remote, nullptr); });
   }
   if (keep) keep->data_ = std::make_shared<RingHalo::Data>(RingHalo::Data{plan.problem, std::move(messages.receives)});
 }
 
 void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t,
                                 const Call& call, const RingHalo* kept) {
-  RingClock clock(report);
+  RingClock clock(report, rules.place);
   const ExchangePlan& exchange = *plan.exchange;
   const ConstTensorView k = shape_only(t.k, shards.tokens()), v = shape_only(t.v, shards.tokens());
-  const DType sums = sum_dtype(t.k.dtype);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring backward"); });
 
-  // Sums of own rows: the caller's tensors where they are wide enough.
-  const bool wide = t.k.dtype == sums;
+  // Sums of own rows: the caller's tensors where they can be.
+  void* const stream = rules.place.stream;
+  const bool in_place = sums_in_place(t.dk) && sums_in_place(t.dv);
   std::optional<PoolTensor> dk_memory, dv_memory;
-  if (!wide) {
-    dk_memory.emplace(t.k, sums);
-    dv_memory.emplace(t.v, sums);
+  if (!in_place) {
+    dk_memory.emplace(t.k, sum_dtype(t.k.dtype), stream);
+    dv_memory.emplace(t.v, sum_dtype(t.k.dtype), stream);
   }
-  const TensorView dk = wide ? t.dk : dk_memory->view(), dv = wide ? t.dv : dv_memory->view();
-  clear(dk);
-  clear(dv);
+  const TensorView dk = in_place ? t.dk : dk_memory->view(), dv = in_place ? t.dv : dv_memory->view();
+  clear(dk, stream);
+  clear(dv, stream);
 
   const RowsByNeed parts = split(exchange, ranges());
-  ProgressShare progress(call, shards.rows(rank));
+  WorkProgress progress(call, shards.rows(rank));
   std::vector<KeyPiece> pieces;
   add_own_pieces(pieces, ranges(), t.k, t.v, dk, dv);
-  const auto attend = [&](const std::vector<RowsPart>& list) {
+  const auto attend = [&](const RowsParts& list, MessageStep* travelling) {
     for (const RowsPart& part : list) {
       const auto own = [&](const auto& view) { return rows_of(view, part.row, part.count()); };
       Call inner = call;
       inner.query_ranges = part.positions;
       inner.pieces = pieces;
       inner.dlse = own(call.dlse);
-      progress.apply(inner, part.count());
+      progress.apply(inner, part.count(), travelling);
       attention.backward(own(t.q), k, v, own(t.out), own(t.lse), own(t.dout), own(t.dq), {}, {}, inner);
     }
+  };
+  const auto attend_locally = [&](MessageStep& travelling) {
+    if (!parts.local.empty())
+      clock.working("rows without remote keys", travelling, [&] { attend(parts.local, &travelling); });
   };
 
   // Rows fetched again travel while local rows are computed; a kept halo lets the gradients do so instead.
@@ -263,43 +262,38 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
   if (!fetch) check_kept(plan, kept->data_->problem, kept->data_->messages);
   if (fetch) {
     Messages messages;
-    clock.working("pack", false, [&] { messages = make_messages(exchange, ranges(), t.k, t.v); });
+    clock.working("pack", [&] { messages = make_messages(exchange, rules.place, ranges(), t.k, t.v); });
     messages.count(report);
     MessageStep step(*communicator, rules, "ring backward, exchange of rows");
-    step.begin(messages.sends, messages.receives);
-    if (rows_in(parts.local) > 0)
-      clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
+    clock.working("send", [&] { step.begin(messages.sends, messages.receives); });
+    attend_locally(step);
     clock.waiting("wait", [&] { step.finish(); });
     fetched = std::move(messages.receives);
   }
   const std::span<const MessageBuffer> halo =
       fetch ? std::span<const MessageBuffer>(fetched) : std::span<const MessageBuffer>(kept->data_->messages);
-  Messages returns = make_returns(exchange);
+  Messages returns = make_returns(exchange, rules.place, t.k);
   returns.count(report);
-  report.halo_bytes = total_bytes(halo) + total_bytes(returns.sends);
+  report.halo_bytes = total_bytes(halo) + total_bytes(returns.sends) + total_bytes(returns.receives);
   const std::size_t own_pieces = pieces.size();
   add_halo_pieces(pieces, exchange, halo, returns.sends, t.k);
-  if (rows_in(parts.remote) > 0) clock.working("rows with remote keys", false, [&] { attend(parts.remote); });
+  if (!parts.remote.empty()) clock.working("rows with remote keys", [&] { attend(parts.remote, nullptr); });
   pieces.resize(own_pieces);
   fetched.clear();
 
   MessageStep step(*communicator, rules, "ring backward, return of gradients");
-  step.begin(returns.sends, returns.receives);
-  if (!fetch && rows_in(parts.local) > 0)
-    clock.working("rows without remote keys", !exchange.peers().empty(), [&] { attend(parts.local); });
+  clock.working("send", [&] { step.begin(returns.sends, returns.receives); });
+  if (!fetch) attend_locally(step);
   clock.waiting("wait", [&] { step.finish(); });
-  clock.working("add gradients", false, [&] {
+  clock.working("add gradients", [&] {
     // In the order of ranks, whatever the order of arrival.
     std::size_t next = 0;
     for (const ExchangePeer& peer : exchange.peers()) {
-      if (peer.send_pairs == 0) continue;
-      std::byte* const payload = returns.receives[next++].payload();
-      if (sums == DType::f64) add_gradients<double>(payload, peer.send, ranges(), dk, dv);
-      else add_gradients<float>(payload, peer.send, ranges(), dk, dv);
+      if (peer.send_pairs > 0) add_gradients(returns.receives[next++], peer.send, ranges(), dk, dv);
     }
-    if (!wide) {
-      convert(t.dk, dk);
-      convert(t.dv, dv);
+    if (!in_place) {
+      convert(t.dk, dk, stream);
+      convert(t.dv, dv, stream);
     }
   });
 }

@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <mutex>
 
@@ -14,6 +16,12 @@ namespace {
 constexpr std::uint64_t kMagic = 0x4C4F4E475350414Eu;  // "LONGSPAN"
 
 [[noreturn]] void disagree(int rank, std::string_view what) { throw CommError(fmt::format("rank {} {}", rank, what)); }
+
+/// The sender adds the sum of a message on a GPU to its header, the receiver takes it away again: nothing is left.
+void sum_up(const MessageBuffer& message, bool take_away, void* stream) {
+  auto* const sum = reinterpret_cast<std::uint64_t*>(message.data() + offsetof(MessageHeader, checksum));
+  gpu::add_checksum(sum, message.payload(), message.bytes(), take_away, message.device().index, stream);
+}
 
 }  // namespace
 
@@ -41,7 +49,7 @@ void MessageStep::give_up() noexcept {
   communicator_.abort();
   if (!communicator_.keeps_buffers()) return;
   static std::mutex mutex;
-  static auto* const parked = new std::vector<std::shared_ptr<HostLease>>;
+  static auto* const parked = new std::vector<std::shared_ptr<void>>;
   const std::lock_guard lock(mutex);
   for (const auto& list : {sends_, receives_}) {
     for (const MessageBuffer& buffer : list) parked->push_back(buffer.memory_);
@@ -77,33 +85,71 @@ MessageStep::~MessageStep() {
   communicator_.fail(fmt::format("{} (step {}) on rank {} was left unfinished", name_, step_, communicator_.rank()));
 }
 
-void MessageStep::begin(std::span<const MessageBuffer> sends, std::span<const MessageBuffer> receives) {
-  std::vector<SendBuffer> to;
-  std::vector<ReceiveBuffer> from;
+/// Headers, and what is on its way to the host or stays on the GPU; on return everything is ready to travel.
+void MessageStep::seal(std::span<const MessageBuffer> sends) const {
+  const MessagePlace& place = rules_.place;
   for (const MessageBuffer& send : sends) {
-    send.header() = {kMagic,
-                     rules_.digest,
-                     step_,
-                     communicator_.rank(),
-                     send.peer(),
-                     send.bytes(),
-                     rules_.checksums ? checksum(send.payload(), send.bytes()) : 0,
-                     {}};
-    to.push_back({send.peer(), send.data(), send.whole_bytes()});
+    send.header() = {kMagic, rules_.digest, step_, communicator_.rank(), send.peer(), send.bytes(), 0, {}};
+    if (send.travels_on_gpu()) {
+      gpu::copy(send.data(), &send.header(), sizeof(MessageHeader), place.device.index, place.stream);
+      if (rules_.checksums) sum_up(send, false, place.stream);
+    } else if (place.staged) {
+      gpu::copy(send.host_payload(), send.payload(), send.bytes(), place.device.index, place.stream);
+    }
   }
-  for (const MessageBuffer& receive : receives) {
-    receive.header() = {};
-    from.push_back({receive.peer(), receive.data(), receive.whole_bytes()});
+  // Memory that messages will arrive in was asked for in the order of the stream, too.
+  if (place.on_gpu()) gpu::wait(place.device.index, place.stream);
+  if (!rules_.checksums) return;
+  for (const MessageBuffer& send : sends) {
+    if (!send.travels_on_gpu()) send.header().checksum = checksum(send.host_payload(), send.bytes());
   }
+}
+
+void MessageStep::begin(std::span<const MessageBuffer> sends, std::span<const MessageBuffer> receives) {
+  deadline_ = Clock::now() + rules_.deadline;
   sends_ = sends;
   receives_ = receives;
-  guarded([&] { communicator_.begin(to, from); });
+  std::vector<SendBuffer> to;
+  std::vector<ReceiveBuffer> from;
+  for (const MessageBuffer& send : sends) to.push_back({send.peer(), send.data(), send.whole_bytes(), send.device()});
+  for (const MessageBuffer& receive : receives) {
+    receive.header() = {};
+    from.push_back({receive.peer(), receive.data(), receive.whole_bytes(), receive.device()});
+  }
+  guarded([&] {
+    seal(sends);
+    communicator_.begin(to, from);
+  });
   active_ = true;
+  if (sends.empty() && receives.empty()) arrived_ = Clock::now();
+}
+
+void MessageStep::progress() {
+  if (active_ && !arrived_ && communicator_.progress()) arrived_ = Clock::now();
+}
+
+/// Headers of messages that arrived on a GPU come to the host, payloads that arrived on the host go to the GPU. Beside
+/// the caller's stream, which may be computing.
+void MessageStep::open(std::span<const MessageBuffer> receives) const {
+  const MessagePlace& place = rules_.place;
+  if (!place.on_gpu() || receives.empty()) return;
+  const gpu::SideStream side(place.device.index);
+  for (const MessageBuffer& receive : receives) {
+    if (receive.travels_on_gpu()) {
+      if (rules_.checksums) sum_up(receive, true, side.get());
+      gpu::copy(&receive.header(), receive.data(), sizeof(MessageHeader), place.device.index, side.get());
+    } else {
+      gpu::copy(receive.payload(), receive.host_payload(), receive.bytes(), place.device.index, side.get());
+    }
+  }
+  gpu::wait(place.device.index, side.get());
 }
 
 void MessageStep::finish() {
   guarded([&] {
-    communicator_.wait(std::chrono::steady_clock::now() + rules_.deadline);
+    // A rank that computed past the deadline still gives messages a while to come in.
+    communicator_.wait(std::max(deadline_, Clock::now() + rules_.deadline / 10));
+    open(receives_);
     for (const MessageBuffer& receive : receives_) {
       const MessageHeader& header = receive.header();
       const int peer = receive.peer();
@@ -111,14 +157,15 @@ void MessageStep::finish() {
         disagree(peer, "sent something that is no message");
       if (header.digest != rules_.digest) {
         disagree(peer,
-                 "computes something else: pattern, shapes, dtype, options, call data and shards must be the same on "
-                 "all ranks");
+                 "computes something else: pattern, shapes, dtype, device, options, call data and shards must be the "
+                 "same on all ranks");
       }
       if (header.step != step_) disagree(peer, fmt::format("is at step {}", header.step));
       if (header.bytes != receive.bytes())
         disagree(peer, fmt::format("sent {} bytes, {} were expected", header.bytes, receive.bytes()));
-      if (rules_.checksums && header.checksum != checksum(receive.payload(), receive.bytes()))
-        disagree(peer, "sent a message that arrived changed");
+      if (!rules_.checksums) continue;
+      const std::uint64_t wanted = receive.travels_on_gpu() ? 0 : checksum(receive.host_payload(), receive.bytes());
+      if (header.checksum != wanted) disagree(peer, "sent a message that arrived changed");
     }
   });
   active_ = false;
@@ -129,8 +176,8 @@ void MessageStep::greet(Communicator& communicator, const MessageRules& rules, c
   std::vector<MessageBuffer> sends, receives;
   for (int peer = 0; peer < communicator.size(); ++peer) {
     if (peer == communicator.rank()) continue;
-    sends.emplace_back(peer, 0);
-    receives.emplace_back(peer, 0);
+    sends.emplace_back(peer, 0, rules.place);
+    receives.emplace_back(peer, 0, rules.place);
   }
   MessageStep step(communicator, rules, name + ", comparing ranks");
   step.begin(sends, receives);

@@ -3,10 +3,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
+#include "comm/gpu/gpu.h"
 #include "longspan/communicator.h"
 #include "longspan/exchange.h"
+#include "memory/device_pool.h"
 #include "memory/host_pool.h"
 
 namespace longspan {
@@ -27,48 +30,88 @@ static_assert(sizeof(MessageHeader) == 64);
 /// A 64-bit sum of bytes in which any single change shows.
 std::uint64_t checksum(const std::byte* data, std::size_t bytes);
 
-/// Memory for the payload of one message, with room for its header in front.
+/// Where the rows of a message are packed and used, and whether they go by way of the host.
+struct MessagePlace {
+  Device device{};
+  void* stream = nullptr;
+  bool staged = false;
+
+  bool on_gpu() const { return device.type == DeviceType::cuda; }
+};
+
+/// Memory for one message. What travels is a header and the payload behind it; of messages that travel from GPU to GPU
+/// the header is also kept on the host, and of those that go by way of the host the payload also on the GPU.
 class MessageBuffer {
  public:
-  MessageBuffer(int peer, std::size_t payload_bytes)
-      : peer_(peer),
-        bytes_(payload_bytes),
-        memory_(std::make_shared<HostLease>(sizeof(MessageHeader) + payload_bytes)) {}
+  MessageBuffer(int peer, std::size_t payload_bytes, const MessagePlace& place)
+      : peer_(peer), bytes_(payload_bytes), place_(place), memory_(std::make_shared<Memory>(payload_bytes, place)) {}
   int peer() const { return peer_; }
   std::size_t bytes() const { return bytes_; }
-  std::byte* payload() const { return memory_->data() + sizeof(MessageHeader); }
-  std::byte* data() const { return memory_->data(); }
   std::size_t whole_bytes() const { return sizeof(MessageHeader) + bytes_; }
-  MessageHeader& header() const { return *reinterpret_cast<MessageHeader*>(memory_->data()); }
+  const MessagePlace& place() const { return place_; }
+  /// Where the rows are, on the device of the tensors.
+  std::byte* payload() const { return place_.staged ? memory_->rows.data() : data() + sizeof(MessageHeader); }
+  /// What travels, and whose memory that is.
+  std::byte* data() const { return travels_on_gpu() ? memory_->rows.data() : host(); }
+  Device device() const { return travels_on_gpu() ? place_.device : Device{}; }
+  bool travels_on_gpu() const { return place_.on_gpu() && !place_.staged; }
+  MessageHeader& header() const { return *reinterpret_cast<MessageHeader*>(host()); }
+  /// The payload on the host, where it is there.
+  std::byte* host_payload() const { return host() + sizeof(MessageHeader); }
 
  private:
+  struct Memory {
+    Memory(std::size_t bytes, const MessagePlace& place)
+        : host(place.on_gpu() ? 0 : sizeof(MessageHeader) + bytes),
+          pinned(!place.on_gpu() ? 0 : sizeof(MessageHeader) + (place.staged ? bytes : 0)),
+          rows(place.device.index, place.stream,
+               !place.on_gpu() ? 0 : bytes + (place.staged ? 1 : sizeof(MessageHeader))) {}
+    HostLease host;
+    gpu::PinnedLease pinned;
+    DeviceLease rows;
+  };
+  std::byte* host() const { return place_.on_gpu() ? memory_->pinned.data() : memory_->host.data(); }
+
   int peer_;
   std::size_t bytes_;
+  MessagePlace place_;
   friend class MessageStep;
-  std::shared_ptr<HostLease> memory_;
+  std::shared_ptr<Memory> memory_;
 };
+
+inline std::int64_t total_bytes(std::span<const MessageBuffer> messages) {
+  std::int64_t bytes = 0;
+  for (const MessageBuffer& message : messages) bytes += static_cast<std::int64_t>(message.bytes());
+  return bytes;
+}
 
 /// What a call computes, as a number that all ranks must agree on, and how messages are sent.
 struct MessageRules {
   std::uint64_t digest = 0;
   bool checksums = true;
   std::chrono::nanoseconds deadline{};
+  MessagePlace place;
 };
 
 /// begin() and finish() of one exchange. What goes wrong becomes a CommError that names the step, and the
 /// communicator's failure.
 class MessageStep {
  public:
+  using Clock = std::chrono::steady_clock;
+
   MessageStep(Communicator& communicator, const MessageRules& rules, std::string name);
   ~MessageStep();
   MessageStep(const MessageStep&) = delete;
   MessageStep& operator=(const MessageStep&) = delete;
 
-  /// Writes headers and starts. Both lists stay where they are until finish().
+  /// Writes headers and starts. Both lists stay where they are until finish(); the deadline counts from here.
   void begin(std::span<const MessageBuffer> sends, std::span<const MessageBuffer> receives);
+  /// Lets messages move while the rank computes.
+  void progress();
   /// Waits and checks every header.
   void finish();
-  bool active() const { return active_; }
+  /// When all messages were seen to have arrived and left; nothing if that was not seen before finish().
+  const std::optional<Clock::time_point>& arrived() const { return arrived_; }
 
   /// The first call on a communicator: all ranks compare digests with all others.
   static void greet(Communicator& communicator, const MessageRules& rules, const std::string& name);
@@ -77,12 +120,16 @@ class MessageStep {
   template <class Action>
   void guarded(Action&& action);
   void give_up() noexcept;
+  void seal(std::span<const MessageBuffer> sends) const;
+  void open(std::span<const MessageBuffer> receives) const;
 
   Communicator& communicator_;
   const MessageRules& rules_;
   std::string name_;
   std::uint64_t step_ = 0;
   std::span<const MessageBuffer> sends_, receives_;
+  Clock::time_point deadline_{};
+  std::optional<Clock::time_point> arrived_;
   bool active_ = false;
 };
 

@@ -35,13 +35,7 @@ Call with_ranges(const Call& call, std::span<const RowRange> ranges) {
 
 }  // namespace
 
-std::int64_t RingHalo::bytes() const {
-  std::int64_t bytes = 0;
-  if (data_) {
-    for (const MessageBuffer& message : data_->messages) bytes += static_cast<std::int64_t>(message.bytes());
-  }
-  return bytes;
-}
+std::int64_t RingHalo::bytes() const { return data_ ? total_bytes(data_->messages) : 0; }
 
 Ring::Ring(Attention attention, std::shared_ptr<Communicator> communicator, Shards shards, RingOptions options)
     : state_(std::make_unique<State>(
@@ -89,6 +83,11 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
           "adaptive block masks over a ring: they are chosen from the whole sequence, which no rank has; give the mask "
           "itself");
     }
+    if (branch.mask && whole.device.type == DeviceType::cuda) {
+      throw Unsupported(fmt::format("block masks over a ring of tensors on {}: those rings run on the CPU; move the "
+                                    "tensors there, or give the whole sequence to one GPU",
+                                    to_string(whole.device)));
+    }
   }
   for (const Branch& branch : attention.pattern().branches()) {
     if (whole.has_lengths && branch.mask && branch.mask->depends_on_length(attention.options().causal)) {
@@ -100,15 +99,26 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
   const auto of_rank = [&](int one) { return std::make_shared<const ExchangePlan>(*made->plan, shards, one); };
   if (options.halo_limit_bytes > 0) {
     // Whether rounds are needed is a question of the fullest rank, so that all answer alike.
+    const std::int64_t limit = static_cast<std::int64_t>(options.halo_limit_bytes);
     for (int one = 0; one < shards.ranks(); ++one) {
       made->all.push_back(of_rank(one));
-      if (made->all.back()->bytes_received() > static_cast<std::int64_t>(options.halo_limit_bytes))
-        made->in_rounds = true;
+      const ExchangePlan& exchange = *made->all.back();
+      // Gradients of remote rows go out, those of own rows that others found come in.
+      const std::int64_t gradients =
+          (exchange.receive_pairs() + exchange.send_pairs()) * exchange.gradient_bytes_per_pair();
+      made->in_rounds[0] = made->in_rounds[0] || exchange.bytes_received() > limit;
+      made->in_rounds[1] = made->in_rounds[1] || exchange.bytes_received() + gradients > limit;
     }
     made->exchange = made->all[static_cast<std::size_t>(rank)];
-    if (!made->in_rounds) made->all.clear();
+    if (!made->in_rounds[1]) made->all.clear();
   } else {
     made->exchange = of_rank(rank);
+  }
+  if (whole.device.type == DeviceType::cuda && made->in_rounds[1]) {
+    throw Unsupported(
+        fmt::format("halo_limit_bytes is {} on {}: rounds, which it asks for, run on the CPU; raise it or "
+                    "give 0",
+                    options.halo_limit_bytes, to_string(whole.device)));
   }
   if (plans.size() == kPlansKept) plans.erase(plans.begin());
   plans.push_back(made);
@@ -122,8 +132,9 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
   hasher.add(std::string_view(version()));
   hasher.add(std::string_view(attention.pattern().to_string()));
   hasher.add(std::string_view(chosen.kernel));
-  for (const bool flag : {chosen.causal, chosen.detached_mix, chosen.deterministic, chosen.allow_tf32, problem.has_lengths, problem.has_key_mask,
-                          problem.has_alibi, options.checksums, call.dlse.given(), pass == Pass::backward, fetch}) {
+  for (const bool flag : {chosen.causal, chosen.detached_mix, chosen.deterministic, chosen.allow_tf32,
+                          problem.has_lengths, problem.has_key_mask, problem.has_alibi, options.checksums,
+                          call.dlse.given(), pass == Pass::backward, fetch, problem.device.type == DeviceType::cuda}) {
     hasher.add(std::uint64_t{flag});
   }
   hasher.add(plan.plan->scale());
@@ -134,21 +145,22 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
         problem.head_dim, static_cast<std::int64_t>(options.halo_limit_bytes)}) {
     hasher.add(static_cast<std::uint64_t>(number));
   }
-  if (chosen.dropout > 0) hasher.add(call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed);
+  ConstTensorView seed = ConstTensorView::per_batch(call.dropout_seed_pointer, DType::i64, 1, problem.device);
+  const OnHost lengths(call.lengths, call.stream), slopes(call.alibi_slopes, call.stream),
+      mask(call.key_mask, call.stream), seed_there(chosen.dropout > 0 ? seed : ConstTensorView{}, call.stream);
+  if (chosen.dropout > 0)
+    hasher.add(seed_there.view().data ? *seed_there.view().at<std::uint64_t>(0, 0, 0) : call.dropout_seed);
   if (call.lengths.given()) {
-    for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
-      hasher.add(static_cast<std::uint64_t>(call.lengths.dtype == DType::i64
-                                                ? *call.lengths.at<std::int64_t>(entry, 0, 0)
-                                                : *call.lengths.at<std::int32_t>(entry, 0, 0)));
-    }
+    for (std::int64_t entry = 0; entry < problem.batch; ++entry)
+      hasher.add(static_cast<std::uint64_t>(rows_of_entry(lengths.view(), entry, problem.tokens)));
   }
   if (call.alibi_slopes.given()) {
-    for (std::int64_t head = 0; head < problem.heads; ++head) hasher.add(*call.alibi_slopes.at<float>(0, 0, head));
+    for (std::int64_t head = 0; head < problem.heads; ++head) hasher.add(*slopes.view().at<float>(0, 0, head));
   }
   if (call.key_mask.given()) {
     for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
       for (std::int64_t row = 0; row < problem.tokens; ++row)
-        hasher.add(std::uint64_t{key_allowed(call.key_mask, entry, row)});
+        hasher.add(std::uint64_t{key_allowed(mask.view(), entry, row)});
     }
   }
   for (int one = 0; one < shards.ranks(); ++one) {
@@ -158,7 +170,10 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
       hasher.add(static_cast<std::uint64_t>(range.count));
     }
   }
-  return {hasher.value(), options.checksums, options.deadline};
+  MessagePlace where;
+  if (problem.device.type == DeviceType::cuda)
+    where = {problem.device, call.stream, !communicator->takes(problem.device)};
+  return {hasher.value(), options.checksums, options.deadline, where};
 }
 
 void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
@@ -175,8 +190,8 @@ void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k,
   if (shards.ranks() == 1) return;
   if (call.workspace)
     throw InvalidArgument("workspace", "workspace over a ring: a rank makes several calls; leave it to the pool");
-  if (q.device.type != DeviceType::cpu)
-    throw Unsupported(fmt::format("a ring over tensors on {}: rings run on the CPU", to_string(q.device)));
+  if (q.device.type == DeviceType::cpu && !communicator->takes(q.device))
+    throw Unsupported("a ring over CPU tensors: this communicator moves GPU memory only; use a local or an MPI ring");
 }
 
 void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
@@ -197,8 +212,8 @@ void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const Con
   const auto plan = state.plan(whole_problem(q, k, call, tokens));
   const MessageRules rules = state.rules(*plan, call, Pass::forward, true);
   const ForwardTensors tensors{q, k, v, out, lse};
-  if (plan->in_rounds) state.rounds_forward(*plan, rules, tensors, call);
-  else state.halo_forward(*plan, rules, tensors, call, keep);
+  if (plan->rounds(Pass::forward)) state.rounds_forward(*plan, rules, tensors, call);
+  else state.halo_forward(*plan, rules, tensors, call, plan->rounds(Pass::backward) ? nullptr : keep);
 }
 
 void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
@@ -224,7 +239,7 @@ void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const Co
   const auto plan = state.plan(whole_problem(q, k, call, tokens));
   const MessageRules rules = state.rules(*plan, call, Pass::backward, !kept || kept->empty());
   const BackwardTensors tensors{q, k, v, out, lse, dout, dq, dk, dv};
-  if (plan->in_rounds) state.rounds_backward(*plan, rules, tensors, call);
+  if (plan->rounds(Pass::backward)) state.rounds_backward(*plan, rules, tensors, call);
   else state.halo_backward(*plan, rules, tensors, call, kept);
 }
 

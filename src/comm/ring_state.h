@@ -1,8 +1,8 @@
 // What a Ring holds, and what its two ways of exchanging (a halo at once, or in rounds) share.
 #pragma once
 
+#include <algorithm>
 #include <memory>
-#include <mutex>
 
 #include "comm/messages.h"
 #include "comm/shard_rows.h"
@@ -13,30 +13,49 @@ namespace longspan {
 /// Times what happens in a call and adds it up.
 class RingClock {
  public:
-  explicit RingClock(RingReport& report) : report_(report) { report_ = {}; }
-  ~RingClock() { report_.total_seconds = now(); }
-  double now() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+  explicit RingClock(RingReport& report, const MessagePlace& place = {}) : report_(report), place_(place) {
+    report_ = {};
+    report_.began = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  }
+  ~RingClock() { report_.total_seconds = seconds(Clock::now()); }
 
+  /// A GPU that still computes when the messages have come was not kept waiting.
   template <class Body>
   void waiting(const char* name, Body&& body) {
-    report_.waited_seconds += timed(name, body);
+    const double spent = timed(name, body);
+    const bool computing = place_.on_gpu() && gpu::busy(place_.device.index, place_.stream);
+    (computing ? report_.overlapped_seconds : report_.waited_seconds) += spent;
   }
   template <class Body>
-  void working(const char* name, bool overlapped, Body&& body) {
-    const double seconds = timed(name, body);
-    if (overlapped) report_.overlapped_seconds += seconds;
+  void working(const char* name, Body&& body) {
+    timed(name, body);
+  }
+  /// Work while the messages of a step are on their way: until they were seen to have come, else to the end.
+  template <class Body>
+  void working(const char* name, MessageStep& step, Body&& body) {
+    const double begin = seconds(Clock::now());
+    timed(name, body);
+    step.progress();
+    const double end = report_.events.back().end;
+    if (!place_.on_gpu())
+      report_.overlapped_seconds +=
+          std::max(0.0, (step.arrived() ? std::min(end, seconds(*step.arrived())) : end) - begin);
   }
 
  private:
+  using Clock = MessageStep::Clock;
+  double seconds(Clock::time_point at) const { return std::chrono::duration<double>(at - begin_).count(); }
+
   template <class Body>
   double timed(const char* name, Body&& body) {
-    const double begin = now();
+    const double begin = seconds(Clock::now());
     body();
-    report_.events.push_back({name, begin, now()});
+    report_.events.push_back({name, begin, seconds(Clock::now())});
     return report_.events.back().end - begin;
   }
   RingReport& report_;
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  MessagePlace place_;
+  Clock::time_point begin_ = Clock::now();
 };
 
 /// One exchange's messages: memory, who gets what, and what the report says of it.
@@ -64,8 +83,10 @@ struct RingPlan {
   Problem problem;
   std::shared_ptr<const Plan> plan;
   std::shared_ptr<const ExchangePlan> exchange;
-  std::vector<std::shared_ptr<const ExchangePlan>> all;  // of every rank, where rounds may be needed
-  bool in_rounds = false;
+  std::vector<std::shared_ptr<const ExchangePlan>> all;  // of every rank, where rounds are needed
+  bool in_rounds[2] = {false, false};                    // by pass
+
+  bool rounds(Pass pass) const { return in_rounds[static_cast<int>(pass)]; }
 };
 
 struct ForwardTensors {

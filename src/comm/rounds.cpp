@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "attention/key_rows.h"
+#include "attention/query_rows.h"
 #include "comm/ring_state.h"
 #include "longspan/error.h"
 
@@ -74,10 +75,19 @@ struct RoundStep {
   std::optional<Part> send, receive;
 };
 
-std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int rank, std::size_t limit) {
+/// What one pair of a part takes while it is computed with and the next part travels: twice itself, its copy in the
+/// type of sums, and its gradients on their way out and in.
+std::int64_t held_bytes_per_pair(const RingPlan& plan, Pass pass) {
+  const ExchangePlan& exchange = *plan.exchange;
+  const bool copied = plan.problem.dtype != sum_dtype(plan.problem.dtype);
+  return 2 * exchange.bytes_per_pair() +
+         (copied + (pass == Pass::backward ? 2 : 0)) * exchange.gradient_bytes_per_pair();
+}
+
+std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int rank, std::size_t limit, Pass pass) {
   const int ranks = shards.ranks();
   const std::int64_t most =
-      std::max<std::int64_t>(1, static_cast<std::int64_t>(limit) / 2 / plan.exchange->bytes_per_pair());
+      std::max<std::int64_t>(1, static_cast<std::int64_t>(limit) / held_bytes_per_pair(plan, pass));
   const auto parts_to = [&](int from, int to) {
     for (const ExchangePeer& peer : plan.all[static_cast<std::size_t>(from)]->peers()) {
       if (peer.rank == to) return cut(to, peer.send, shards.ranges(from), most);
@@ -101,34 +111,55 @@ std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int 
   return steps;
 }
 
-/// The caller's key_mask, narrowed to some positions.
-class RoundMask {
+/// The caller's call, narrowed to keys at some positions.
+class RoundCalls {
  public:
-  RoundMask(const ConstTensorView& callers, std::int64_t batch, std::int64_t tokens)
-      : callers_(callers),
-        entries_(callers.given() ? batch : 1),
+  RoundCalls(const Call& call, std::span<const RowRange> queries, std::int64_t tokens, std::int64_t batch)
+      : call_(call),
+        queries_(queries),
+        entries_(call.key_mask.given() ? batch : 1),
         batch_(batch),
         tokens_(tokens),
-        memory_(static_cast<std::size_t>(entries_ * tokens)) {}
-  ConstTensorView only(std::span<const RowRange> positions) {
-    auto* const mask = reinterpret_cast<std::uint8_t*>(memory_.data());
-    std::memset(mask, 0, static_cast<std::size_t>(entries_ * tokens_));
-    for (std::int64_t entry = 0; entry < entries_; ++entry) {
-      for (const RowRange& range : positions) {
-        for (std::int64_t position = range.start; position < range.start + range.count; ++position) {
-          mask[entry * tokens_ + position] = !callers_.given() || *callers_.at<std::uint8_t>(entry, position, 0) != 0;
-        }
-      }
+        memory_(static_cast<std::size_t>(entries_ * tokens)) {
+    std::memset(memory_.data(), 0, static_cast<std::size_t>(entries_ * tokens_));
+  }
+
+  /// Valid until the next one is asked for. Messages of `travelling`, if there are any, move meanwhile.
+  Call only(std::span<const KeyPiece> pieces, std::span<const RowRange> positions, MessageStep* travelling) {
+    static constexpr RowRange kNone{};
+    Call call = call_;
+    call.progress = nullptr;
+    if (travelling) {
+      call.progress = [travelling](double) {
+        travelling->progress();
+        return true;
+      };
     }
-    ConstTensorView view = ConstTensorView::mask(mask, batch_, tokens_);
-    if (entries_ == 1) view.strides[0] = 0;
-    return view;
+    call.query_ranges = queries_.empty() ? std::span(&kNone, 1) : queries_;
+    call.pieces = pieces;
+    set(open_, false);
+    open_.assign(positions.begin(), positions.end());
+    set(open_, true);
+    call.key_mask = ConstTensorView::mask(memory_.data(), batch_, tokens_);
+    if (entries_ == 1) call.key_mask.strides[0] = 0;
+    return call;
   }
 
  private:
-  ConstTensorView callers_;
+  void set(std::span<const RowRange> positions, bool open) {
+    auto* const mask = reinterpret_cast<std::uint8_t*>(memory_.data());
+    for (std::int64_t entry = 0; entry < entries_; ++entry) {
+      for (const RowRange& range : positions) {
+        for (std::int64_t position = range.start; position < range.start + range.count; ++position)
+          mask[entry * tokens_ + position] = open && key_allowed(call_.key_mask, entry, position);
+      }
+    }
+  }
+  const Call& call_;
+  std::span<const RowRange> queries_;
   std::int64_t entries_, batch_, tokens_;
   HostLease memory_;
+  std::vector<RowRange> open_;
 };
 
 /// A tensor in the type that rounds compute with: itself, or a wider copy.
@@ -151,6 +182,8 @@ class Widened {
 struct RoundPieces {
   std::vector<KeyPiece> pieces;
   std::optional<HostLease> wide;
+  std::size_t wide_bytes = 0;
+  std::int64_t copy_bytes() const { return static_cast<std::int64_t>(wide_bytes); }
 
   RoundPieces(const Part& part, const MessageBuffer& message, std::byte* gradients, const ConstTensorView& k) {
     const DType sums = sum_dtype(k.dtype);
@@ -160,11 +193,12 @@ struct RoundPieces {
       add_pieces(pieces, part.runs, message.payload(), gradients, k.batch(), k.columns(), sums, sums);
       return;
     }
-    wide.emplace(static_cast<std::size_t>(2 * pairs_of(part.runs) * k.batch() * k.columns() * size_of(sums)));
+    wide_bytes = static_cast<std::size_t>(2 * pairs_of(part.runs) * k.batch() * k.columns() * size_of(sums));
+    wide.emplace(wide_bytes);
     add_pieces(pieces, part.runs, wide->data(), gradients, k.batch(), k.columns(), sums, sums);
     for (std::size_t i = 0; i < pieces.size(); ++i) {
-      convert(run_view(wide->data(), part.runs[i], false, k.batch(), k.columns(), sums), received[i].k);
-      convert(run_view(wide->data(), part.runs[i], true, k.batch(), k.columns(), sums), received[i].v);
+      convert(run_view(wide->data(), part.runs[i], false, k.batch(), k.columns(), sums, {}), received[i].k);
+      convert(run_view(wide->data(), part.runs[i], true, k.batch(), k.columns(), sums, {}), received[i].v);
     }
   }
 };
@@ -177,63 +211,56 @@ void sweep(const ConstTensorView& view, Body&& body) {
   });
 }
 
-/// (out, lse) becomes the mix of itself and a further part. Two empty parts stay empty.
+/// One row becomes the mix of itself and a further part; no values: of zeros. Two empty parts stay empty.
 template <class Real>
+void mix_row(Real& total, Real* values, Real more, const Real* more_values, std::int64_t columns) {
+  if (more == -std::numeric_limits<Real>::infinity()) return;
+  const Real largest = std::max(total, more);
+  const Real sum = largest + std::log(std::exp(total - largest) + std::exp(more - largest));
+  const Real keep = std::exp(total - sum), add = std::exp(more - sum);
+  for (std::int64_t column = 0; column < columns; ++column)
+    values[column] = keep * values[column] + (more_values ? add * more_values[column] : Real{0});
+  total = sum;
+}
+
+/// (out, lse) becomes the mix of itself and a further part.
 void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out,
          const ConstTensorView& more_lse) {
-  sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
-    Real& total = *lse.at<Real>(entry, row, head);
-    const Real more = *more_lse.at<Real>(entry, row, head);
-    if (more == -std::numeric_limits<Real>::infinity()) return;
-    const Real largest = std::max(total, more);
-    const Real sum = largest + std::log(std::exp(total - largest) + std::exp(more - largest));
-    const Real keep = std::exp(total - sum), add = std::exp(more - sum);
-    Real* const target = out.at<Real>(entry, row, head);
-    const Real* const source = more_out.at<Real>(entry, row, head);
-    for (std::int64_t column = 0; column < out.columns(); ++column)
-      target[column] = keep * target[column] + add * source[column];
-    total = sum;
+  with_sums(out.dtype, [&]<class Real>() {
+    sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+      mix_row(*lse.at<Real>(entry, row, head), out.at<Real>(entry, row, head), *more_lse.at<Real>(entry, row, head),
+              more_out.at<Real>(entry, row, head), out.columns());
+    });
   });
 }
 
 /// Zero keys of score 0 (pad_keys) join every row that has some.
-template <class Real>
 void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> ranges, const TensorView& out,
                  const TensorView& lse) {
-  sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
-    std::int64_t position = 0, before = 0;
-    for (const RowRange& range : ranges) {
-      if (row < before + range.count) {
-        position = range.start + row - before;
-        break;
+  with_sums(out.dtype, [&]<class Real>() {
+    sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+      const std::int64_t position = PositionCursor(ranges, row).next();
+      const std::int64_t length = rows_of_entry(call.lengths, entry, plan.problem().tokens);
+      Real padding = 0;
+      for (const BranchPlan& branch : plan.branches()) {
+        if (position >= length || !branch.owns(head) || !branch.active(length) || !branch.covers(head, position))
+          continue;
+        padding += static_cast<Real>(
+            branch.padding(branch.strand(head, position / branch.segment, length), length, plan.options().causal));
       }
-      before += range.count;
-    }
-    const std::int64_t length = rows_of_entry(call.lengths, entry, plan.problem().tokens);
-    Real padding = 0;
-    for (const BranchPlan& branch : plan.branches()) {
-      if (position >= length || !branch.owns(head) || !branch.active(length) || !branch.covers(head, position))
-        continue;
-      padding += static_cast<Real>(
-          branch.padding(branch.strand(head, position / branch.segment, length), length, plan.options().causal));
-    }
-    if (padding == 0) return;
-    Real& total = *lse.at<Real>(entry, row, head);
-    const Real more = std::log(padding), largest = std::max(total, more);
-    const Real sum = largest + std::log(std::exp(total - largest) + std::exp(more - largest)),
-               keep = std::exp(total - sum);
-    Real* const target = out.at<Real>(entry, row, head);
-    for (std::int64_t column = 0; column < out.columns(); ++column) target[column] *= keep;
-    total = sum;
+      mix_row<Real>(*lse.at<Real>(entry, row, head), out.at<Real>(entry, row, head), std::log(padding), nullptr,
+                    out.columns());
+    });
   });
 }
 
-template <class Real>
 void add(const TensorView& target, const ConstTensorView& source) {
-  sweep(target, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
-    Real* const to = target.at<Real>(entry, row, head);
-    const Real* const from = source.at<Real>(entry, row, head);
-    for (std::int64_t column = 0; column < target.columns(); ++column) to[column] += from[column];
+  with_sums(target.dtype, [&]<class Real>() {
+    sweep(target, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+      Real* const to = target.at<Real>(entry, row, head);
+      const Real* const from = source.at<Real>(entry, row, head);
+      for (std::int64_t column = 0; column < target.columns(); ++column) to[column] += from[column];
+    });
   });
 }
 
@@ -249,22 +276,24 @@ class Rounds {
         plan_(plan),
         name_(std::move(name)) {}
 
-  /// compute(step, message): message is null where nothing was received. settle(step, index) follows it, and may
+  /// local(travelling) and compute(step, message, travelling): message is null where nothing was received, travelling
+  /// where nothing is on its way meanwhile. settle(step, index) follows it, and may
   /// exchange messages of its own; null if there is nothing to settle.
   template <class Local, class Compute, class Settle>
   void run(std::span<const RoundStep> steps, std::span<const RowRange> ranges, const ConstTensorView& k,
            const ConstTensorView& v, Local&& local, Compute&& compute, Settle&& settle) {
     report_.rounds = static_cast<std::int64_t>(steps.size());
     begin(steps, 0, ranges, k, v);
-    clock_.working("own keys", !steps.empty(), local);
+    compute_while_travelling("own keys", [&] { local(travelling()); });
     for (std::size_t i = 0; i < steps.size(); ++i) {
       finish();
       Messages arrived = std::move(messages_);
       arrived.sends.clear();
       begin(steps, i + 1, ranges, k, v);
-      report_.halo_bytes = std::max(report_.halo_bytes, bytes(arrived.receives) + bytes(messages_.receives));
-      clock_.working("keys of a round", i + 1 < steps.size(),
-                     [&] { compute(steps[i], arrived.receives.empty() ? nullptr : arrived.receives.data()); });
+      held(arrived.receives, 0);
+      compute_while_travelling("keys of a round", [&] {
+        compute(steps[i], arrived.receives.empty() ? nullptr : arrived.receives.data(), travelling());
+      });
       if constexpr (!std::is_same_v<std::remove_cvref_t<Settle>, std::nullptr_t>) {
         arrived.receives.clear();
         finish();  // one exchange at a time
@@ -273,16 +302,22 @@ class Rounds {
     }
   }
 
+  /// Notes how much memory messages take, with `more` bytes that the caller holds beside them.
+  void held(std::span<const MessageBuffer> arrived, std::int64_t more) {
+    report_.halo_bytes = std::max(report_.halo_bytes, total_bytes(arrived) + total_bytes(messages_.receives) + more);
+  }
+
  private:
+  MessageStep* travelling() { return step_ ? &*step_ : nullptr; }
+  template <class Body>
+  void compute_while_travelling(const char* name, Body&& body) {
+    if (step_) clock_.working(name, *step_, body);
+    else clock_.working(name, body);
+  }
   void finish() {
     if (!step_) return;
     clock_.waiting("wait", [&] { step_->finish(); });
     step_.reset();
-  }
-  static std::int64_t bytes(std::span<const MessageBuffer> buffers) {
-    std::int64_t sum = 0;
-    for (const MessageBuffer& buffer : buffers) sum += static_cast<std::int64_t>(buffer.bytes());
-    return sum;
   }
   void begin(std::span<const RoundStep> steps, std::size_t index, std::span<const RowRange> ranges,
              const ConstTensorView& k, const ConstTensorView& v) {
@@ -293,10 +328,10 @@ class Rounds {
     };
     const RoundStep& step = steps[index];
     if (step.send) {
-      messages_.sends.emplace_back(step.send->peer, size(*step.send));
-      pack(messages_.sends.back().payload(), step.send->runs, ranges, k, v);
+      messages_.sends.emplace_back(step.send->peer, size(*step.send), rules_.place);
+      pack(messages_.sends.back(), step.send->runs, ranges, k, v);
     }
-    if (step.receive) messages_.receives.emplace_back(step.receive->peer, size(*step.receive));
+    if (step.receive) messages_.receives.emplace_back(step.receive->peer, size(*step.receive), rules_.place);
     messages_.count(report_);
     step_.emplace(communicator_, rules_, fmt::format("{}, round {} of {}", name_, index + 1, steps.size()));
     step_->begin(messages_.sends, messages_.receives);
@@ -328,7 +363,7 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   RingClock clock(report);
   const Attention part = part_attention(attention);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring forward"); });
-  const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes);
+  const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes, Pass::forward);
   const DType sums = sum_dtype(t.q.dtype);
   const Widened q(t.q), k(t.k), v(t.v);
   const PoolTensor out(t.q, sums), more_out(t.q, sums);
@@ -338,38 +373,27 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
                            t.q.batch(), t.q.rows(), t.q.heads(), {}, sums);
   };
   const TensorView lse = lse_at(0), more_lse = lse_at(1);
-  RoundMask mask(call.key_mask, t.q.batch(), shards.tokens());
+  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
-                          const TensorView& to_lse) {
-    static constexpr RowRange kNone{};
-    Call inner = call;
-    inner.progress = nullptr;
-    inner.query_ranges = ranges().empty() ? std::span(&kNone, 1) : ranges();
-    inner.pieces = pieces;
-    inner.key_mask = mask.only(positions);
+                          const TensorView& to_lse, MessageStep* travelling) {
     part.forward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to, to_lse,
-                 inner);
+                 calls.only(pieces, positions, travelling));
   };
-  const auto local = [&] {
+  const auto local = [&](MessageStep* travelling) {
     std::vector<KeyPiece> pieces;
     add_own_pieces(pieces, ranges(), k.view(), v.view());
-    attend(pieces, ranges(), out.view(), lse);
+    attend(pieces, ranges(), out.view(), lse, travelling);
   };
-  Rounds(*communicator, rules, report, clock, plan, "ring forward")
-      .run(
-          steps, ranges(), t.k, t.v, local,
-          [&](const RoundStep& step, const MessageBuffer* message) {
-            if (!message || step.receive->runs.empty()) return;
-            const RoundPieces received(*step.receive, *message, nullptr, t.k);
-            attend(received.pieces, step.receive->positions, more_out.view(), more_lse);
-            if (sums == DType::f64) mix<double>(out.view(), lse, more_out.view(), more_lse);
-            else mix<float>(out.view(), lse, more_out.view(), more_lse);
-          },
-          nullptr);
-  if (attention.pattern().pad_keys()) {
-    if (sums == DType::f64) mix_padding<double>(*plan.plan, call, ranges(), out.view(), lse);
-    else mix_padding<float>(*plan.plan, call, ranges(), out.view(), lse);
-  }
+  Rounds rounds(*communicator, rules, report, clock, plan, "ring forward");
+  const auto compute = [&](const RoundStep& step, const MessageBuffer* message, MessageStep* travelling) {
+    if (!message || step.receive->runs.empty()) return;
+    const RoundPieces received(*step.receive, *message, nullptr, t.k);
+    rounds.held({message, 1}, received.copy_bytes());
+    attend(received.pieces, step.receive->positions, more_out.view(), more_lse, travelling);
+    mix(out.view(), lse, more_out.view(), more_lse);
+  };
+  rounds.run(steps, ranges(), t.k, t.v, local, compute, nullptr);
+  if (attention.pattern().pad_keys()) mix_padding(*plan.plan, call, ranges(), out.view(), lse);
   convert(t.out, out.view());
   if (t.lse.given()) convert(t.lse, lse);
 }
@@ -379,57 +403,50 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
   RingClock clock(report);
   const Attention part = part_attention(attention);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring backward"); });
-  const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes);
+  const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes, Pass::backward);
   const DType sums = sum_dtype(t.q.dtype);
   const Widened q(t.q), k(t.k), v(t.v), out(t.out), dout(t.dout);
   const PoolTensor dq(t.q, sums), more_dq(t.q, sums), dk(t.k, sums), dv(t.v, sums);
   clear(dk.view());
   clear(dv.view());
-  RoundMask mask(call.key_mask, t.q.batch(), shards.tokens());
-  const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to) {
-    static constexpr RowRange kNone{};
-    Call inner = call;
-    inner.progress = nullptr;
-    inner.query_ranges = ranges().empty() ? std::span(&kNone, 1) : ranges();
-    inner.pieces = pieces;
-    inner.key_mask = mask.only(positions);
+  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch());
+  const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
+                          MessageStep* travelling) {
     part.backward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), out.view(),
-                  t.lse, dout.view(), to, {}, {}, inner);
+                  t.lse, dout.view(), to, {}, {}, calls.only(pieces, positions, travelling));
   };
-  const auto local = [&] {
+  const auto local = [&](MessageStep* travelling) {
     std::vector<KeyPiece> pieces;
     add_own_pieces(pieces, ranges(), k.view(), v.view(), dk.view(), dv.view());
-    attend(pieces, ranges(), dq.view());
+    attend(pieces, ranges(), dq.view(), travelling);
   };
   const auto gradient_bytes = [&](const Part& one) {
     return static_cast<std::size_t>(pairs_of(one.runs) * plan.exchange->gradient_bytes_per_pair());
   };
+  Rounds rounds(*communicator, rules, report, clock, plan, "ring backward");
   Messages home;  // gradients of one part at a time, which go back as soon as it is done
-  const auto compute = [&](const RoundStep& step, const MessageBuffer* message) {
+  const auto compute = [&](const RoundStep& step, const MessageBuffer* message, MessageStep* travelling) {
     home = {};
     if (!message) return;
-    home.sends.emplace_back(step.receive->peer, gradient_bytes(*step.receive));
+    home.sends.emplace_back(step.receive->peer, gradient_bytes(*step.receive), rules.place);
     if (step.receive->runs.empty()) return;
     std::memset(home.sends[0].payload(), 0, home.sends[0].bytes());
     const RoundPieces received(*step.receive, *message, home.sends[0].payload(), t.k);
-    attend(received.pieces, step.receive->positions, more_dq.view());
-    if (sums == DType::f64) add<double>(dq.view(), more_dq.view());
-    else add<float>(dq.view(), more_dq.view());
+    rounds.held({message, 1}, received.copy_bytes() + total_bytes(home.sends));
+    attend(received.pieces, step.receive->positions, more_dq.view(), travelling);
+    add(dq.view(), more_dq.view());
   };
   const auto send_back = [&](const RoundStep& step, std::size_t index) {
-    if (step.send) home.receives.emplace_back(step.send->peer, gradient_bytes(*step.send));
+    if (step.send) home.receives.emplace_back(step.send->peer, gradient_bytes(*step.send), rules.place);
     home.count(report);
+    rounds.held({}, total_bytes(home.sends) + total_bytes(home.receives));
     MessageStep exchange(*communicator, rules,
                          fmt::format("ring backward, gradients of round {} of {}", index + 1, steps.size()));
     exchange.begin(home.sends, home.receives);
     clock.waiting("return gradients", [&] { exchange.finish(); });
-    if (!step.send) return;
-    if (sums == DType::f64)
-      add_gradients<double>(home.receives[0].payload(), step.send->runs, ranges(), dk.view(), dv.view());
-    else add_gradients<float>(home.receives[0].payload(), step.send->runs, ranges(), dk.view(), dv.view());
+    if (step.send) add_gradients(home.receives[0], step.send->runs, ranges(), dk.view(), dv.view());
   };
-  Rounds(*communicator, rules, report, clock, plan, "ring backward")
-      .run(steps, ranges(), t.k, t.v, local, compute, send_back);
+  rounds.run(steps, ranges(), t.k, t.v, local, compute, send_back);
   convert(t.dq, dq.view());
   convert(t.dk, dk.view());
   convert(t.dv, dv.view());

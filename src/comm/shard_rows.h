@@ -1,7 +1,10 @@
-// Rows of a shard: where positions lie, packing them into messages, and messages as pieces of k and v.
+// Rows of a shard: where positions lie, packing them into messages, and messages as pieces of k and v. On a GPU all of
+// it happens in the order of a stream.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -44,10 +47,10 @@ inline std::int64_t row_of(std::span<const RowRange> ranges, std::int64_t positi
 
 /// Where a run of a message lies: K (or its gradient), then V, each [batch, count, kv_heads, columns].
 inline TensorView run_view(std::byte* payload, const ExchangeRun& run, bool values, std::int64_t batch,
-                           std::int64_t columns, DType dtype) {
+                           std::int64_t columns, DType dtype, Device device) {
   const std::int64_t row_bytes = batch * columns * size_of(dtype);
   std::byte* const data = payload + (2 * run.offset + (values ? run.pairs() : 0)) * row_bytes;
-  return TensorView::bnhd(data, dtype, batch, run.count, run.kv_heads, columns);
+  return TensorView::bnhd(data, dtype, batch, run.count, run.kv_heads, columns, device);
 }
 
 /// Calls body(entry, row of the run, position) for every row of a run, in parallel.
@@ -62,12 +65,13 @@ void for_each_row(const ExchangeRun& run, std::int64_t batch, Body&& body) {
 }
 
 /// Copies the rows of a message out of a shard's k and v.
-inline void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
+inline void pack(const MessageBuffer& message, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
                  const ConstTensorView& k, const ConstTensorView& v) {
+  if (message.place().on_gpu()) return gpu::pack(message.payload(), runs, ranges, k, v, message.place().stream);
   const std::size_t bytes = static_cast<std::size_t>(k.columns() * size_of(k.dtype));
   for (const ExchangeRun& run : runs) {
     for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
-      const TensorView target = run_view(payload, run, values, k.batch(), k.columns(), k.dtype);
+      const TensorView target = run_view(message.payload(), run, values, k.batch(), k.columns(), k.dtype, {});
       for_each_row(run, k.batch(), [&](std::int64_t entry, std::int64_t row, std::int64_t position) {
         const std::int64_t source = row_of(ranges, position);
         for (std::int64_t head = 0; head < run.kv_heads; ++head) {
@@ -81,40 +85,50 @@ inline void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::spa
   }
 }
 
+/// Calls body.operator()<float>() or <double>() for the dtype of sums.
+template <class Body>
+void with_sums(DType dtype, Body&& body) {
+  if (dtype == DType::f64) body.template operator()<double>();
+  else body.template operator()<float>();
+}
+
 /// Adds the rows of a message of gradients to a shard's float32 (float64) sums.
-template <class Real>
-void add_gradients(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
-                   const TensorView& dk, const TensorView& dv) {
-  for (const ExchangeRun& run : runs) {
-    for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
-      const TensorView source = run_view(payload, run, values, dk.batch(), dk.columns(), dk.dtype);
-      for_each_row(run, dk.batch(), [&](std::int64_t entry, std::int64_t row, std::int64_t position) {
-        const std::int64_t target = row_of(ranges, position);
-        for (std::int64_t head = 0; head < run.kv_heads; ++head) {
-          Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
-          const Real* const value = source.template at<Real>(entry, row, head);
-          for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
-        }
-      });
+inline void add_gradients(const MessageBuffer& message, std::span<const ExchangeRun> runs,
+                          std::span<const RowRange> ranges, const TensorView& dk, const TensorView& dv) {
+  if (message.place().on_gpu())
+    return gpu::add_gradients(message.payload(), runs, ranges, dk, dv, message.place().stream);
+  with_sums(dk.dtype, [&]<class Real>() {
+    for (const ExchangeRun& run : runs) {
+      for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
+        const TensorView source = run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
+        for_each_row(run, dk.batch(), [&](std::int64_t entry, std::int64_t row, std::int64_t position) {
+          const std::int64_t target = row_of(ranges, position);
+          for (std::int64_t head = 0; head < run.kv_heads; ++head) {
+            Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
+            const Real* const value = source.template at<Real>(entry, row, head);
+            for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
+          }
+        });
+      }
     }
-  }
+  });
 }
 
 /// Adds the pieces of a message to a list; with gradients if there is memory for them.
 inline void add_pieces(std::vector<KeyPiece>& pieces, std::span<const ExchangeRun> runs, std::byte* payload,
                        std::byte* gradients, std::int64_t batch, std::int64_t columns, DType dtype,
-                       DType gradient_dtype) {
+                       DType gradient_dtype, Device device = {}) {
   for (const ExchangeRun& run : runs) {
     KeyPiece piece{run.first,
                    run.step,
-                   run_view(payload, run, false, batch, columns, dtype),
-                   run_view(payload, run, true, batch, columns, dtype),
+                   run_view(payload, run, false, batch, columns, dtype, device),
+                   run_view(payload, run, true, batch, columns, dtype, device),
                    run.kv_head,
                    {},
                    {}};
     if (gradients) {
-      piece.dk = run_view(gradients, run, false, batch, columns, gradient_dtype);
-      piece.dv = run_view(gradients, run, true, batch, columns, gradient_dtype);
+      piece.dk = run_view(gradients, run, false, batch, columns, gradient_dtype, device);
+      piece.dv = run_view(gradients, run, true, batch, columns, gradient_dtype, device);
     }
     pieces.push_back(piece);
   }
@@ -133,7 +147,8 @@ inline void add_own_pieces(std::vector<KeyPiece>& pieces, std::span<const RowRan
 }
 
 /// target = source, element by element, each in its own dtype.
-inline void convert(const TensorView& target, const ConstTensorView& source) {
+inline void convert(const TensorView& target, const ConstTensorView& source, void* stream = nullptr) {
+  if (target.device.type == DeviceType::cuda) return gpu::convert(target, source, stream);
   dispatch_storage(target.dtype, [&]<class To>() {
     dispatch_storage(source.dtype, [&]<class From>() {
       parallel_for(num_threads(), source.batch() * source.rows(), {}, [&](int, std::int64_t item) {
@@ -152,7 +167,8 @@ inline void convert(const TensorView& target, const ConstTensorView& source) {
 }
 
 /// Zeroes every element of a strided tensor.
-inline void clear(const TensorView& view) {
+inline void clear(const TensorView& view, void* stream = nullptr) {
+  if (view.device.type == DeviceType::cuda) return gpu::clear(view, stream);
   const std::size_t bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
   parallel_for(num_threads(), view.batch() * view.rows(), {}, [&](int, std::int64_t item) {
     for (std::int64_t head = 0; head < view.heads(); ++head) {
@@ -163,17 +179,44 @@ inline void clear(const TensorView& view) {
   });
 }
 
-/// A tensor of the host pool's memory, in the shape of another.
+/// A tensor of a pool's memory, in the shape of another and on its device.
 class PoolTensor {
  public:
-  PoolTensor(const ConstTensorView& like, DType dtype)
-      : memory_(static_cast<std::size_t>(like.batch() * like.rows() * like.heads() * like.columns() * size_of(dtype))),
-        view_(TensorView::bnhd(memory_.data(), dtype, like.batch(), like.rows(), like.heads(), like.columns())) {}
+  PoolTensor(const ConstTensorView& like, DType dtype, void* stream = nullptr)
+      : host_(like.device.type == DeviceType::cpu ? bytes(like, dtype) : 0),
+        device_(like.device.index, stream, like.device.type == DeviceType::cuda ? bytes(like, dtype) : 0),
+        view_(TensorView::bnhd(device_.data() ? device_.data() : host_.data(), dtype, like.batch(), like.rows(),
+                               like.heads(), like.columns(), like.device)) {}
   const TensorView& view() const { return view_; }
 
  private:
-  HostLease memory_;
+  static std::size_t bytes(const ConstTensorView& like, DType dtype) {
+    return static_cast<std::size_t>(like.batch() * like.rows() * like.heads() * like.columns() * size_of(dtype));
+  }
+  HostLease host_;
+  DeviceLease device_;
   TensorView view_;
+};
+
+/// Small call data (masks, lengths, slopes) where the host can read it.
+class OnHost {
+ public:
+  OnHost(const ConstTensorView& view, void* stream) : view_(view) {
+    if (!view.data || view.device.type == DeviceType::cpu) return;
+    std::int64_t elements = 1;
+    for (std::size_t d = 0; d < 4; ++d) elements += std::max<std::int64_t>(view.sizes[d] - 1, 0) * view.strides[d];
+    const std::size_t bytes = static_cast<std::size_t>(elements * size_of(view.dtype));
+    copy_.emplace(bytes);
+    gpu::copy(copy_->data(), view.data, bytes, view.device.index, stream);
+    gpu::wait(view.device.index, stream);
+    view_.data = copy_->data();
+    view_.device = {};
+  }
+  const ConstTensorView& view() const { return view_; }
+
+ private:
+  std::optional<gpu::PinnedLease> copy_;
+  ConstTensorView view_;
 };
 
 }  // namespace longspan

@@ -6,6 +6,7 @@
 
 #include "longspan/error.h"
 #include "longspan/exchange.h"
+#include "plan/row_ranges.h"
 #include "plan/row_set.h"
 
 namespace longspan {
@@ -15,7 +16,7 @@ namespace {
 struct StrandRows {
   std::int64_t begin = 0, end = 0;
 };
-StrandRows rows_in(const Strand& strand, const RowRange& range) {
+StrandRows strand_rows(const Strand& strand, const RowRange& range) {
   const auto index_of = [&](std::int64_t position) {  // of the first row at or behind a position
     const std::int64_t distance = std::max<std::int64_t>(position - strand.start, 0);
     return std::min((distance + strand.stride - 1) / strand.stride, strand.count);
@@ -23,8 +24,8 @@ StrandRows rows_in(const Strand& strand, const RowRange& range) {
   return {index_of(range.start), index_of(range.start + range.count)};
 }
 
-/// Calls body(begin, end) for runs of strand rows that queries [rows.begin, rows.end) of the strand attend to, in any of
-/// `entries` batch entries.
+/// Calls body(begin, end) for runs of strand rows that queries [rows.begin, rows.end) of the strand attend to, in any
+/// of `entries` batch entries.
 template <class Body>
 void for_each_attended(const BranchPlan& branch, std::int64_t entries, std::int64_t head, const Strand& strand,
                        const StrandRows& rows, bool causal, Body&& body) {
@@ -70,7 +71,7 @@ std::vector<std::vector<Progression>> needed(const Plan& plan, const Shards& sha
         if (!leaves(range, begin, end, plan.options().causal)) continue;
         for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
           const Strand strand = branch.strand(head, segment, tokens);
-          const StrandRows queries = rows_in(strand, range);
+          const StrandRows queries = strand_rows(strand, range);
           if (queries.begin == queries.end) continue;
           for_each_attended(branch, problem.batch, head, strand, queries, plan.options().causal,
                             [&](std::int64_t first, std::int64_t last) {
@@ -133,6 +134,57 @@ std::int64_t gathered_pairs(const Plan& plan, const Shards& shards, int rank) {
   return pairs;
 }
 
+/// Positions [begin, end) whose queries may need remote rows under a branch's block mask: block rows of some head that
+/// see a block which is not all the rank's.
+void add_far_blocks(RowRanges& far, const Plan& plan, const BranchPlan& branch, std::span<const RowRange> owned,
+                    const RowRange& range, std::int64_t segment) {
+  const Problem& problem = plan.problem();
+  const std::int64_t size = branch.mask->block_size(), entries = branch.mask_entry_heads > 0 ? problem.batch : 1;
+  for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+    const Strand strand = branch.strand(head, segment, problem.tokens);
+    const StrandRows queries = strand_rows(strand, range);
+    const auto is_own = [&](std::int64_t first, std::int64_t last) {  // rows of the strand
+      const RowRange span{strand.start + first * strand.stride, (last - first) * strand.stride + 1};
+      return rows_in(common_rows(owned, {&span, 1})) == span.count;
+    };
+    for (std::int64_t block_row = queries.begin / size; block_row * size < queries.end; ++block_row) {
+      const std::int64_t first = std::max(block_row * size, queries.begin),
+                         last = std::min((block_row + 1) * size, queries.end) - 1;
+      bool local = true;
+      for (std::int64_t entry = 0; entry < entries && local; ++entry) {
+        for (const std::int64_t column : branch.mask->row(branch.mask_head(entry, head), block_row)) {
+          if (column * size >= strand.count || (plan.options().causal && column > block_row)) break;
+          std::int64_t end = std::min((column + 1) * size, strand.count);
+          if (plan.options().causal) end = std::min(end, last + 1);
+          local = local && is_own(column * size, end - 1);
+        }
+      }
+      if (local) continue;
+      const std::int64_t begin = strand.start + first * strand.stride, end = strand.start + last * strand.stride + 1;
+      far.push_back({begin, end - begin});
+    }
+  }
+}
+
+/// Positions of a rank whose queries need no remote row in a branch.
+RowRanges local_rows(const Plan& plan, const BranchPlan& branch, std::span<const RowRange> owned) {
+  const std::int64_t tokens = plan.problem().tokens;
+  RowRanges far;
+  for (const RowRange& range : owned) {
+    if (!branch.active(tokens) || range.count == 0) continue;
+    for (const std::int64_t segment :
+         std::set<std::int64_t>{range.start / branch.segment, (end_of(range) - 1) / branch.segment}) {
+      const std::int64_t begin = segment * branch.segment, end = std::min(branch.segment, tokens - begin) + begin;
+      if (!leaves(range, begin, end, plan.options().causal)) continue;
+      const std::int64_t first = std::max(begin, range.start);
+      if (branch.mask) add_far_blocks(far, plan, branch, owned, range, segment);
+      else far.push_back({first, std::min(end, end_of(range)) - first});
+    }
+  }
+  std::sort(far.begin(), far.end(), [](const RowRange& a, const RowRange& b) { return a.start < b.start; });
+  return rows_without(owned, far);
+}
+
 }  // namespace
 
 std::int64_t pairs_of(std::span<const ExchangeRun> runs) {
@@ -177,22 +229,8 @@ ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(
     peer.send_pairs = pairs_of(peer.send);
     if (peer.receive_pairs > 0 || peer.send_pairs > 0) peers_.push_back(std::move(peer));
   }
-  for (const BranchPlan& branch : plan.branches()) {
-    std::vector<RowRange>& local = local_ranges_.emplace_back();
-    for (const RowRange& range : shards_.ranges(rank)) {
-      std::int64_t begin = range.start, end = range.start + range.count;
-      if (branch.active(problem.tokens)) {
-        const auto segment_end = [&](std::int64_t position) {
-          const std::int64_t first = position / branch.segment * branch.segment;
-          return first + std::min(branch.segment, problem.tokens - first);
-        };
-        if (begin % branch.segment != 0) begin = std::min(segment_end(begin), end);
-        if (!plan.options().causal && end > begin && segment_end(end - 1) > end)
-          end = std::max(begin, (end - 1) / branch.segment * branch.segment);
-      }
-      local.push_back({begin, end - begin});
-    }
-  }
+  for (const BranchPlan& branch : plan.branches())
+    local_ranges_.push_back(local_rows(plan, branch, shards_.ranges(rank)));
 }
 
 std::int64_t ExchangePlan::send_pairs() const {

@@ -1,4 +1,5 @@
-// Progressions of one stride are merged first; a wider one is then listed row by row only where a finer one meets it.
+// Progressions of one stride are merged first; of a wider one, what finer ones leave of it is kept, by arithmetic on
+// strides: nothing is listed row by row.
 #include "plan/row_set.h"
 
 #include <algorithm>
@@ -7,33 +8,36 @@
 namespace longspan {
 namespace {
 
-bool meet(const Progression& a, const Progression& b) {
-  if (a.first > b.last() || b.first > a.last()) return false;
-  return (a.first - b.first) % std::gcd(a.step, b.step) == 0;  // may still miss each other at the ends: harmless
-}
-
 bool covers(const Progression& outer, const Progression& inner) {
   return inner.first >= outer.first && inner.last() <= outer.last() && (inner.first - outer.first) % outer.step == 0 &&
          (inner.count == 1 || inner.step % outer.step == 0);
 }
 
-/// Ascending rows as progressions, longest first come.
-void compress(const std::vector<std::int64_t>& rows, std::vector<Progression>& target) {
-  for (std::size_t i = 0; i < rows.size();) {
-    Progression run{rows[i], 1, 1};
-    if (i + 1 < rows.size()) {
-      run.step = rows[i + 1] - rows[i];
-      while (i + static_cast<std::size_t>(run.count) < rows.size() &&
-             rows[i + static_cast<std::size_t>(run.count)] == run.first + run.count * run.step) {
-        ++run.count;
-      }
-      // Two rows are no stride worth keeping: the second may begin a longer run.
-      if (run.count == 2 && i + 2 < rows.size()) run = {rows[i], 1, 1};
-    }
-    if (run.count == 1) run.step = 1;
-    target.push_back(run);
-    i += static_cast<std::size_t>(run.count);
+Progression part(const Progression& rows, std::int64_t begin, std::int64_t end, std::int64_t every = 1) {
+  const std::int64_t count = begin < end ? (end - begin - 1) / every + 1 : 0;
+  return {rows.first + begin * rows.step, count == 1 ? 1 : rows.step * every, count};
+}
+
+/// Adds what is left of `rows` without those of `other` to a list. Between the ends of `other`, every q-th row of
+/// `rows` may be one of its: one of the q progressions of rows that far apart goes, the others stay.
+void subtract(const Progression& rows, const Progression& other, std::vector<Progression>& left) {
+  const auto keep = [&](const Progression& some) {
+    if (some.count > 0) left.push_back(some);
+  };
+  const std::int64_t every = other.step / std::gcd(rows.step, other.step);
+  const auto index_at = [&](std::int64_t position) {  // of the first row at or behind a position
+    return std::clamp<std::int64_t>((position - rows.first + rows.step - 1) / rows.step, 0, rows.count);
+  };
+  const std::int64_t begin = other.first <= rows.first ? 0 : index_at(other.first),
+                     end = other.last() < rows.first ? 0 : index_at(other.last() + 1);
+  std::int64_t hit = begin;
+  while (hit < std::min(begin + every, end) && !other.contains(rows.first + hit * rows.step)) ++hit;
+  if (begin >= end || hit == std::min(begin + every, end)) return keep(rows);
+  keep(part(rows, 0, begin));
+  for (std::int64_t i = begin; i < std::min(begin + every, end); ++i) {
+    if (i != hit) keep(part(rows, i, end, every));
   }
+  keep(part(rows, end, rows.count));
 }
 
 }  // namespace
@@ -70,23 +74,16 @@ std::vector<Progression> disjoint_union(std::vector<Progression> rows) {
   }
   std::vector<Progression> result;
   for (const Progression& run : merged) {
-    std::vector<Progression> met;
-    bool covered = false;
-    for (const Progression& other : result) {
-      covered = covered || covers(other, run);
-      if (meet(other, run)) met.push_back(other);
+    std::vector<Progression> left = {run};
+    for (std::size_t i = 0, before = result.size(); i < before && !left.empty(); ++i) {
+      if (result[i].first > run.last() || result[i].last() < run.first) continue;
+      std::vector<Progression> next;
+      for (const Progression& some : left) {
+        if (!covers(result[i], some)) subtract(some, result[i], next);
+      }
+      left = std::move(next);
     }
-    if (covered) continue;
-    if (met.empty()) {
-      result.push_back(run);
-      continue;
-    }
-    std::vector<std::int64_t> left;
-    for (std::int64_t i = 0, row = run.first; i < run.count; ++i, row += run.step) {
-      if (std::none_of(met.begin(), met.end(), [&](const Progression& other) { return other.contains(row); }))
-        left.push_back(row);
-    }
-    compress(left, result);
+    result.insert(result.end(), left.begin(), left.end());
   }
   std::sort(result.begin(), result.end(), [](const Progression& a, const Progression& b) { return a.first < b.first; });
   return result;

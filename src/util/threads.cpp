@@ -1,9 +1,11 @@
 // The thread pool: workers that sleep until a loop has items to give away.
 //
-// A loop is a Job on its caller's stack. The caller works on it itself; idle workers join it while it has items and free
-// places. Several host threads may run loops at once: they share the same workers, so the process never runs more than
-// (host threads + num_threads() - 1) threads of ours.
+// A loop is a Job on its caller's stack. The caller works on it itself; idle workers join it while it has items and
+// free places. Several host threads may run loops at once: they share the same workers, which join, and stay between
+// two items, only as long as no more threads work than the loop asked for, callers included. So ranks of a local ring
+// do not get in each other's way.
 #include <algorithm>
+#include <bitset>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -24,6 +26,7 @@ using Clock = std::chrono::steady_clock;
 
 /// How long an idle thread looks for work before it sleeps: a wake-up costs about as much.
 constexpr int kSpins = 2000;
+constexpr int kMostThreads = 4096;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -40,8 +43,9 @@ struct Job {
   void* context;
   std::int64_t items;
   const LoopControl& control;
-  int places;  // workers that may still join; guarded by the pool's mutex
-  int next_worker = 1;
+  const int threads;                       // in all loops together, before workers leave this one
+  int places;                              // workers that may still join; guarded by the pool's mutex
+  std::bitset<kMostThreads + 1> taken{1};  // numbers of those inside, and the caller's; likewise
   std::atomic<std::int64_t> next{0};
   std::atomic<int> active{0};  // workers inside
   std::atomic<bool> stop{false};
@@ -49,7 +53,7 @@ struct Job {
   Job* following = nullptr;
 
   Job(detail::ItemFunction f, void* c, std::int64_t n, const LoopControl& loop, int free_places)
-      : function(f), context(c), items(n), control(loop), places(free_places) {}
+      : function(f), context(c), items(n), control(loop), threads(free_places + 1), places(free_places) {}
 
   bool cancelled() const { return control.cancel && control.cancel->load(std::memory_order_relaxed); }
 };
@@ -63,6 +67,7 @@ class Pool {
       grow(job.places);
       job.following = jobs_;
       jobs_ = &job;
+      working_.fetch_add(1, std::memory_order_relaxed);
       published_.fetch_add(1, std::memory_order_release);
     }
     if (wants_several) wake_.notify_all();
@@ -76,7 +81,10 @@ class Pool {
           break;
         }
       }
+      working_.fetch_sub(1, std::memory_order_relaxed);
+      if (jobs_) published_.fetch_add(1, std::memory_order_release);  // room for a worker in another loop
     }
+    if (wants_several) wake_.notify_one();
     for (int spin = 0; spin < kSpins && job.active.load(std::memory_order_acquire) > 0; ++spin) relax();
     if (job.active.load(std::memory_order_acquire) > 0) {
       std::unique_lock lock(mutex_);
@@ -97,6 +105,7 @@ class Pool {
         const std::int64_t item = job.next.fetch_add(1, std::memory_order_relaxed);
         if (item >= job.items) break;
         job.function(job.context, worker, item);
+        if (worker > 0 && working_.load(std::memory_order_relaxed) > job.threads) break;  // another caller came
         if (is_caller && job.control.progress && *job.control.progress) report(job, reported);
       }
     } catch (...) {
@@ -112,8 +121,7 @@ class Pool {
   void grow(int workers) {
     try {
       for (; workers_ < workers; ++workers_) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {
-    }
+    } catch (const std::system_error&) {}
   }
 
   void report(Job& job, Clock::time_point& reported) {
@@ -131,10 +139,13 @@ class Pool {
   /// A job that still has items and room, with a place taken in it; call with the mutex held.
   Job* join(int& worker) {
     for (Job* job = jobs_; job; job = job->following) {
-      if (job->places > 0 && job->next.load(std::memory_order_relaxed) < job->items &&
-          !job->stop.load(std::memory_order_relaxed)) {
+      if (job->places > 0 && working_.load(std::memory_order_relaxed) < job->threads &&
+          job->next.load(std::memory_order_relaxed) < job->items && !job->stop.load(std::memory_order_relaxed)) {
         --job->places;
-        worker = job->next_worker++;
+        worker = 1;
+        while (job->taken[static_cast<std::size_t>(worker)]) ++worker;
+        job->taken.set(static_cast<std::size_t>(worker));
+        working_.fetch_add(1, std::memory_order_relaxed);
         job->active.fetch_add(1, std::memory_order_relaxed);
         return job;
       }
@@ -166,6 +177,9 @@ class Pool {
       work(*job, worker, false);
       // The job may be gone the moment active reaches 0, unless the mutex is held: its caller waits under it.
       const std::lock_guard lock(mutex_);
+      working_.fetch_sub(1, std::memory_order_relaxed);
+      job->taken.reset(static_cast<std::size_t>(worker));
+      ++job->places;
       if (job->active.fetch_sub(1, std::memory_order_release) == 1) done_.notify_all();
     }
   }
@@ -176,12 +190,13 @@ class Pool {
   std::atomic<std::uint64_t> published_{0};
   Job* jobs_ = nullptr;
   int workers_ = 0;
+  std::atomic<int> working_{0};  // callers and workers in loops; changed under the mutex
 };
 
 std::atomic<Pool*> current_pool{nullptr};
 
-/// The pool of this process. Never destroyed: its workers sleep until the process ends. A forked child, which has none of
-/// its parent's threads, starts a fresh one.
+/// The pool of this process. Never destroyed: its workers sleep until the process ends. A forked child, which has none
+/// of its parent's threads, starts a fresh one.
 Pool& pool() {
   Pool* existing = current_pool.load(std::memory_order_acquire);
   if (existing) return *existing;
@@ -215,8 +230,9 @@ int num_threads() {
 }
 
 void set_num_threads(int threads) {
-  if (threads < 0 || threads > 4096) {
-    throw InvalidArgument("threads", "threads is " + std::to_string(threads) + ": give 1 to 4096, or 0 for the default");
+  if (threads < 0 || threads > kMostThreads) {
+    throw InvalidArgument("threads",
+                          "threads is " + std::to_string(threads) + ": give 1 to 4096, or 0 for the default");
   }
   chosen_threads.store(threads, std::memory_order_relaxed);
 }

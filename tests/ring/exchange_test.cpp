@@ -35,7 +35,17 @@ int owner_of(const Shards& shards, std::int64_t row) {
   return -1;
 }
 
-/// Pair by pair, from the definition: what queries of `rank` attend to and `owner` owns.
+/// The definition of one pair.
+bool attends(const Plan& plan, const BranchPlan& branch, std::int64_t head, std::int64_t query, std::int64_t key) {
+  if (!branch.covers(head, query) || !branch.covers(head, key) || key / branch.segment != query / branch.segment)
+    return false;
+  if (plan.options().causal && key > query) return false;
+  if (!branch.mask) return true;
+  const std::int64_t step = branch.dilation * branch.mask->block_size();
+  return branch.mask->active(head, query % branch.segment / step, key % branch.segment / step);
+}
+
+/// Pair by pair: what queries of `rank` attend to and `owner` owns.
 Pairs counted(const Plan& plan, const Shards& shards, int rank, int owner) {
   Pairs pairs;
   const Problem& problem = plan.problem();
@@ -44,17 +54,9 @@ Pairs counted(const Plan& plan, const Shards& shards, int rank, int owner) {
     for (const RowRange& range : shards.ranges(rank)) {
       for (std::int64_t query = range.start; query < range.start + range.count; ++query) {
         for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
-          if (!branch.covers(head, query)) continue;
           for (std::int64_t key = 0; key < problem.tokens; ++key) {
-            if (!branch.covers(head, key) || key / branch.segment != query / branch.segment) continue;
-            if (plan.options().causal && key > query) continue;
-            if (branch.mask) {
-              const std::int64_t size = branch.mask->block_size();
-              if (!branch.mask->active(head, query % branch.segment / branch.dilation / size,
-                                       key % branch.segment / branch.dilation / size))
-                continue;
-            }
-            if (owner_of(shards, key) == owner) pairs.insert({head / (problem.heads / problem.kv_heads), key});
+            if (attends(plan, branch, head, query, key) && owner_of(shards, key) == owner)
+              pairs.insert({head / (problem.heads / problem.kv_heads), key});
           }
         }
       }
@@ -97,22 +99,23 @@ void expect_counted(const Plan& plan, const Shards& shards) {
       EXPECT_EQ(there ? listed(peer->send) : Pairs{}, counted(plan, shards, other, rank))
           << plan.to_string() << exchange.to_string();
     }
-    // Queries in local ranges attend to nothing remote in that branch: asked of a plan of that branch alone.
+    // Queries in local ranges attend to nothing remote in that branch.
     ASSERT_EQ(exchange.local_ranges().size(), plan.branches().size());
     for (std::size_t b = 0; b < plan.branches().size(); ++b) {
       const BranchPlan& branch = plan.branches()[b];
-      ASSERT_EQ(exchange.local_ranges()[b].size(), shards.ranges(rank).size());
-      for (std::size_t r = 0; r < shards.ranges(rank).size(); ++r) {
-        const RowRange local = exchange.local_ranges()[b][r], whole = shards.ranges(rank)[r];
-        EXPECT_GE(local.start, whole.start);
-        EXPECT_LE(local.start + local.count, whole.start + whole.count);
-        if (!branch.active(plan.problem().tokens)) continue;
-        for (std::int64_t query = local.start; query < local.start + local.count; ++query) {
-          const std::int64_t begin = query / branch.segment * branch.segment;
-          EXPECT_GE(begin, whole.start);
-          const std::int64_t end =
-              plan.options().causal ? query + 1 : begin + std::min(branch.segment, plan.problem().tokens - begin);
-          EXPECT_LE(end, whole.start + whole.count);
+      std::int64_t last = -1;
+      for (const RowRange& local : exchange.local_ranges()[b]) {
+        EXPECT_GT(local.start, last);
+        last = local.start + local.count - 1;
+        for (std::int64_t query = local.start; query <= last; ++query) {
+          EXPECT_EQ(owner_of(shards, query), rank);
+          if (!branch.active(plan.problem().tokens)) continue;
+          for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+            for (std::int64_t key = 0; key < plan.problem().tokens; ++key) {
+              EXPECT_TRUE(!attends(plan, branch, head, query, key) || owner_of(shards, key) == rank)
+                  << query << " " << key;
+            }
+          }
         }
       }
     }
@@ -186,6 +189,15 @@ TEST(Exchange, BlockMasksMoveActiveBlocksOnly) {
   }
 }
 
+TEST(Exchange, BlockRowsThatSeeNoRemoteBlockAreLocal) {
+  // Blocks of 16, one neighbour on each side: of 160 rows in the middle the outer blocks look across.
+  const Plan plan = make_plan(Pattern::block_sparse(BlockPattern::local_window(32, 16)), 480, 2, 2, false);
+  const ExchangePlan exchange(plan, Shards::even(480, 3), 1);
+  EXPECT_EQ(exchange.local_ranges()[0], (std::vector<RowRange>{{176, 128}}));
+  const Plan causal = make_plan(Pattern::block_sparse(BlockPattern::local_window(32, 16)), 480, 2, 2, true);
+  EXPECT_EQ(ExchangePlan(causal, Shards::even(480, 3), 1).local_ranges()[0], (std::vector<RowRange>{{176, 144}}));
+}
+
 TEST(Exchange, ClosedForms) {
   constexpr std::int64_t kTokens = 1 << 14;
   for (const int ranks : {2, 4, 8, 16}) {
@@ -234,6 +246,15 @@ TEST(Exchange, BillionTokensAreListedAtOnce) {
       make_plan(Pattern::longnet({2048, 1 << 20, kWholeSequence}, {1, 512, tokens / 2048}), tokens, 4, 4, true);
   const ExchangePlan exchange(plan, Shards::even(tokens, 64), 40);
   EXPECT_EQ(exchange.receive_pairs(), 4 * 40 * 32);
+}
+
+TEST(Exchange, StridesThatDoNotNestAreArithmeticToo) {
+  // Of every 12 rows, strides 4 and 6 from row 0 of head 0 take rows 0, 4, 6 and 8.
+  const std::int64_t tokens = std::int64_t{3} << 29, ranks = 8, shard = tokens / ranks;
+  const Plan plan = make_plan(Pattern::longnet({kWholeSequence, kWholeSequence}, {4, 6}), tokens, 1, 1, false);
+  const ExchangePlan exchange(plan, Shards::even(tokens, ranks), 2);
+  EXPECT_EQ(exchange.receive_pairs(), (ranks - 1) * (shard / 12 * 4));
+  for (const ExchangePeer& peer : exchange.peers()) EXPECT_LE(peer.receive.size(), 4u);
 }
 
 TEST(Exchange, MessagesCutByPositionsKeepEveryRow) {

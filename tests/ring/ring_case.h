@@ -50,9 +50,19 @@ struct RingRun {
   std::string kernel;
 };
 
+/// Where a rank's tensors are: as they come. Another place has the same functions.
+struct HostPlace {
+  ConstTensorView input(const Tensor& tensor) { return tensor.view(); }
+  TensorView output(Tensor& tensor) { return tensor.view(); }
+  Call call(const Call& call) { return call; }
+  /// Results are read after this.
+  void finish() {}
+};
+
 /// The calls of one rank.
-inline RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr<Communicator> communicator,
-                            const RingRun& run) {
+template <class Place = HostPlace>
+RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr<Communicator> communicator,
+                     const RingRun& run, Place place = {}) {
   Options chosen = c.options;
   chosen.kernel = run.kernel;
   const int rank = communicator ? communicator->rank() : 0;
@@ -68,10 +78,16 @@ inline RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr
   r.lse = Tensor::lse(c.dtype, c.shape.batch, rows, c.shape.heads);
   Call call = c.call();
   call.dlse = {};
+  call = place.call(call);
   RingHalo halo;
-  ring.forward(q.view(), k.view(), v.view(), r.out.view(), r.lse.view(), call, run.keep_halo ? &halo : nullptr);
+  const ConstTensorView q_view = place.input(q), k_view = place.input(k), v_view = place.input(v);
+  const TensorView out = place.output(r.out), lse = place.output(r.lse);
+  ring.forward(q_view, k_view, v_view, out, lse, call, run.keep_halo ? &halo : nullptr);
   got.forward = ring.report();
-  if (!run.gradients) return got;
+  if (!run.gradients) {
+    place.finish();
+    return got;
+  }
   r.dq = like(c.shape.heads);
   r.dk = like(c.shape.kv_heads);
   r.dv = like(c.shape.kv_heads);
@@ -92,11 +108,12 @@ inline RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr
         }
       }
     }
-    call.dlse = dlse->view();
+    call.dlse = place.input(*dlse);
   }
-  ring.backward(q.view(), k.view(), v.view(), std::as_const(r.out).view(), std::as_const(r.lse).view(), dout.view(),
-                r.dq.view(), r.dk.view(), r.dv.view(), call, run.keep_halo ? &halo : nullptr);
+  const TensorView dq = place.output(r.dq), dk = place.output(r.dk), dv = place.output(r.dv);
+  ring.backward(q_view, k_view, v_view, out, lse, place.input(dout), dq, dk, dv, call, run.keep_halo ? &halo : nullptr);
   got.backward = ring.report();
+  place.finish();
   return got;
 }
 
@@ -119,15 +136,14 @@ inline std::vector<std::exception_ptr> on_ranks(std::vector<std::shared_ptr<Comm
   return errors;
 }
 
-/// All ranks of a local ring; rethrows the first error.
-inline std::vector<RankResults> run_local(const Case& c, const Shards& shards, const RingRun& run = {},
-                                          std::uint64_t shuffle = 0, std::vector<LocalFault> faults = {}) {
+/// All ranks of a ring in this process; rethrows the first error.
+template <class Place = HostPlace>
+std::vector<RankResults> run_ranks(const Case& c, const Shards& shards, const RingRun& run,
+                                   std::vector<std::shared_ptr<Communicator>> ring) {
   std::vector<RankResults> results(static_cast<std::size_t>(shards.ranks()));
-  const auto errors = on_ranks(local_ring(shards.ranks(), std::move(faults), shuffle),
-                               [&](int rank, std::shared_ptr<Communicator> communicator) {
-                                 results[static_cast<std::size_t>(rank)] =
-                                     run_rank(c, shards, std::move(communicator), run);
-                               });
+  const auto errors = on_ranks(std::move(ring), [&](int rank, std::shared_ptr<Communicator> communicator) {
+    results[static_cast<std::size_t>(rank)] = run_rank<Place>(c, shards, std::move(communicator), run);
+  });
   // Most ranks only say that another gave up: the one with more to say comes first.
   std::string all;
   for (const auto& error : errors) {
@@ -139,6 +155,12 @@ inline std::vector<RankResults> run_local(const Case& c, const Shards& shards, c
   }
   if (!all.empty()) throw CommError(all);
   return results;
+}
+
+template <class Place = HostPlace>
+std::vector<RankResults> run_local(const Case& c, const Shards& shards, const RingRun& run = {},
+                                   std::uint64_t shuffle = 0, std::vector<LocalFault> faults = {}) {
+  return run_ranks<Place>(c, shards, run, local_ring(shards.ranks(), std::move(faults), shuffle));
 }
 
 inline std::string bits_differ(const Tensor& got, const Tensor& want) {

@@ -17,6 +17,7 @@ from .._patterns import draw
 from .multihead import MultiheadDilatedAttention
 from .operator import attention
 from .options import accept_pool_arguments, check_dropout, finite, integer, integers, key_mask, warn_once
+from .ring import RingCalls
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -102,8 +103,10 @@ def _block_size(value: int) -> int:
     return size
 
 
-class _BlockSparse(nn.Module):
-    """What the classes share: arguments, the pattern of a length, and a forward."""
+class _BlockSparse(RingCalls, nn.Module):
+    """What the classes share: arguments, the pattern of a length, and a forward. With ring_size above 1 it runs over a
+    ring as RingDilatedAttention does: local ranks over the whole sequence, or the ranks of the process group, each with
+    its own rows."""
 
     def __init__(
         self,
@@ -114,10 +117,9 @@ class _BlockSparse(nn.Module):
         ring_size: int | None,
         pool_arguments: dict[str, Any],
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         accept_pool_arguments(type(self).__name__, pool_arguments)
-        if ring_size not in (None, 1):
-            raise Unsupported(f"ring_size is {ring_size}: block-sparse modules run on one process; use None or 1")
+        self._init_ring(1 if ring_size is None else ring_size)
         self.segment_lengths = integers("segment_lengths", segment_lengths)
         self.dilation_rates = integers("dilation_rates", dilation_rates)
         if len(self.segment_lengths) != len(self.dilation_rates):
@@ -137,12 +139,20 @@ class _BlockSparse(nn.Module):
         return Pattern.block_sparse(self.block_pattern(tokens))
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, is_causal: bool, mask: Tensor | None
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None,
+        chosen: Pattern | None = None,
+    ) -> Tensor:  # fmt: skip
+        """chosen: instead of the sequence's own pattern."""
+        dropout = self.dropout if self.training else 0.0
+        out = self._over_ring(
+            query, key, value, lambda tokens: chosen or self.pattern(tokens), is_causal, None, dropout, mask
+        )
+        if out is not None:
+            return out
+        pattern = chosen or self.pattern(key.shape[1])
         allowed = None
         if mask is not None:
             allowed = key_mask("attention_mask", mask, key.shape[0], key.shape[1])
-        dropout = self.dropout if self.training else 0.0
         return attention(query, key, value, pattern, causal=is_causal, dropout=dropout, key_mask=allowed)
 
 
@@ -233,11 +243,14 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. return_attention_weights adds a dict
         of block_indices (entry, head, block row, block column), block_values and block_size."""
         tokens = key.shape[1]
-        self._compare_density(tokens, is_causal)
-        pattern = self.pattern(tokens)
-        out = self._attend(query, key, value, pattern, is_causal, attention_mask)
+        if self._group() is None:
+            self._compare_density(tokens, is_causal)
+        elif return_attention_weights:
+            raise Unsupported("return_attention_weights over a process group: no rank has all keys; ask one process")
+        out = self._attend(query, key, value, is_causal, attention_mask)
         if not return_attention_weights:
             return out
+        pattern = self.pattern(tokens)
         with torch.no_grad():
             weights = attention_blocks(
                 query, key, pattern, causal=is_causal, block_size=self.block_size,
@@ -289,7 +302,7 @@ class BlockSparseHierarchical(_BlockSparse):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
     ) -> Tensor:
-        return self._attend(query, key, value, self.pattern(key.shape[1]), is_causal, attention_mask)
+        return self._attend(query, key, value, is_causal, attention_mask)
 
     def get_pattern_stats(self, seq_len: int) -> dict[str, Any]:
         """total_blocks, active_blocks, sparsity (the fraction pruned); of each level stride, window_size, coverage."""
@@ -373,9 +386,11 @@ class BlockSparseAdaptive(_BlockSparse):
         of those."""
         mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
         if not (self.adaptive_config.share_across_heads or return_pattern):
-            return self._attend(query, key, value, self.pattern(key.shape[1]), is_causal, mask)
+            return self._attend(query, key, value, is_causal, mask)
+        if self._group() is not None:
+            raise Unsupported("adaptive blocks over a process group: no rank has all queries and keys to choose from")
         chosen = self._chosen(query, key, is_causal, mask)
-        out = self._attend(query, key, value, Pattern.block_sparse(chosen), is_causal, mask)
+        out = self._attend(query, key, value, is_causal, mask, Pattern.block_sparse(chosen))
         if not return_pattern:
             return out
         batch, heads = query.shape[0], query.shape[2]

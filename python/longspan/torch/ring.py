@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._errors import CommError, InvalidArgument, Unsupported, renamed
-from .._longspan import Ring, RingHalo, Shards, local_ring
+from .._errors import CommError, InvalidArgument, renamed
+from .._longspan import Pattern, Ring, RingHalo, Shards, local_ring
 from .._patterns import compiled
 from .dilated import DilatedAttention
 from .multihead import _Multihead
@@ -123,6 +123,19 @@ def _run_ranks(calls: list[_RankCall], work: Callable[[_RankCall], None]) -> Non
         raise found[0]
 
 
+def _on_stream(tensor: Tensor, work: Callable[[_RankCall, dict[str, int]], None]) -> Callable[[_RankCall], None]:
+    """work(call, placement) as the calling thread would run it: threads have streams of their own."""
+    if not tensor.is_cuda:
+        return lambda call: work(call, {})
+    stream = torch.cuda.current_stream(tensor.device)
+
+    def run(call: _RankCall) -> None:
+        with torch.cuda.stream(stream):  # and its device
+            work(call, {"stream": stream.cuda_stream})
+
+    return run
+
+
 class _RingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, calls, extras, keep, monitor, forget):
@@ -135,13 +148,13 @@ class _RingFunction(torch.autograd.Function):
         )
         raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in extras.items()}
 
-        def work(call: _RankCall) -> None:
+        def work(call: _RankCall, placement: dict[str, int]) -> None:
             call.halo = RingHalo() if keep else None
             inputs = [call.part(x) for x in (query, key, value)]
             own_out, own_lse = call.part(out), call.part(lse, 2)
             call.ring.forward(
                 *map(raw_tensor, ("query", "key", "value", "out"), (*inputs, own_out)), raw_tensor("lse", own_lse),
-                keep=call.halo, **raw_extras,
+                keep=call.halo, **placement, **raw_extras,
             )  # fmt: skip
             if len(call.rows) > 1:
                 call.write(out, own_out)
@@ -149,7 +162,7 @@ class _RingFunction(torch.autograd.Function):
             monitor.add(RingReport(call.ring.rank, False, **call.ring.report()))
 
         try:
-            _run_ranks(calls, work)
+            _run_ranks(calls, _on_stream(query, work))
         except InvalidArgument as error:
             forget()
             raise renamed(error, _NAMES) from None
@@ -169,14 +182,14 @@ class _RingFunction(torch.autograd.Function):
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
         raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in ctx.extras.items()}
 
-        def work(call: _RankCall) -> None:
+        def work(call: _RankCall, placement: dict[str, int]) -> None:
             inputs = [call.part(x) for x in (query, key, value, out)]
             own_grads = [call.part(x) for x in grads]
             own_grad_out, own_lse = call.part(grad_out), call.part(lse, 2)
             call.ring.backward(
                 *map(raw_tensor, ("query", "key", "value", "out"), inputs), raw_tensor("lse", own_lse),
                 raw_tensor("grad_out", own_grad_out), None, *map(raw_tensor, ("dq", "dk", "dv"), own_grads),
-                kept=call.halo, **raw_extras,
+                kept=call.halo, **placement, **raw_extras,
             )  # fmt: skip
             if len(call.rows) > 1:
                 for target, part in zip(grads, own_grads):
@@ -184,47 +197,27 @@ class _RingFunction(torch.autograd.Function):
             ctx.monitor.add(RingReport(call.ring.rank, True, **call.ring.report()))
 
         try:
-            _run_ranks(ctx.calls, work)
+            _run_ranks(ctx.calls, _on_stream(query, work))
         except BaseException:
             ctx.forget()
             raise
         return *grads, None, None, None, None, None
 
 
-class RingDilatedAttention(nn.Module):
-    """Dilated attention over a ring, equal to DilatedAttention on one device for any number of ranks.
+class RingCalls:
+    """What modules over rings share: who the ranks are, their rings, and a call over them. Mixed into an nn.Module."""
 
-    process_group: each rank passes its own rows (lengths may differ by rank); None is torch's default group if there is
-    one. ring_size: None or the group's size; 1 means no ring; without any group, the number of local ranks over the whole
-    sequence. use_checkpointing: fetch remote rows again in backward instead of keeping them. deadline: seconds that one
-    exchange may take. halo_limit_bytes: beyond it the exchange runs in rounds. layout: "contiguous", or "zigzag" (as
-    shard() makes it) for balanced causal work. monitor: called with a RingReport after every call.
-    """
-
-    def __init__(
+    def _init_ring(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dropout: float = 0.0,
-        ring_size: int | None = None,
-        use_checkpointing: bool = False,
+        ring_size: int | None,
         process_group: Any = None,
         deadline: float | None = None,
-        *,
         layout: str = "contiguous",
         halo_limit_bytes: int = 0,
         shard_lengths: Sequence[int] | None = None,
+        use_checkpointing: bool = False,
         monitor: Callable[[RingReport], None] | None = None,
-        device: Any = None,
-        dtype: Any = None,
-        **pool_arguments: Any,
     ) -> None:
-        super().__init__()
-        # The one-device module holds pattern, dropout and their checks.
-        self.attention = DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **pool_arguments)
-        self.segment_lengths = self.attention.segment_lengths
-        self.dilation_rates = self.attention.dilation_rates
-        self.dropout = self.attention.dropout
         self.process_group = process_group
         self.use_checkpointing = bool(use_checkpointing)
         self.deadline = _DEADLINE if deadline is None else finite("deadline", deadline)
@@ -273,9 +266,8 @@ class RingDilatedAttention(nn.Module):
         if key not in self._rings:
             if len(self._rings) >= 64:
                 self._rings.clear()
-            operator = compiled(
-                self.attention.pattern, settings[0], self.attention.softmax_scale, None, settings[1], False, False, False, ""
-            )
+            pattern, causal, scale, dropout = settings
+            operator = compiled(pattern, causal, scale, None, dropout, False, False, False, "")
             self._rings[key] = Ring(operator, communicator, shards, self.deadline, self.halo_limit_bytes)
         return self._rings[key]
 
@@ -291,30 +283,28 @@ class RingDilatedAttention(nn.Module):
             raise InvalidArgument(f"ranks have {list(counts)} rows: a zigzag layout gives them {wanted}", "query")
         return shards
 
-    def forward(
+    def _over_ring(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        is_causal: bool = False,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
-        """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d], all of this rank's rows.
-        attention_mask [b, n] or [b, 1, 1, n], of this rank's keys: true where a key may be attended."""
+        pattern: Callable[[int], Pattern | str],
+        causal: bool,
+        scale: float | None,
+        dropout: float,
+        attention_mask: Tensor | None,
+    ) -> Tensor | None:
+        """The call over the ring; None where there is none. pattern(tokens): that of a whole sequence."""
         group = self._group()
         local = (self.ring_size or 1) if group is None else 1
         if group is None and local == 1:
-            return self.attention(query, key, value, is_causal, attention_mask)
+            return None
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not isinstance(tensor, Tensor) or tensor.dim() != 4:
                 raise InvalidArgument(f"{name} is [batch, tokens, heads, head_dim]", name)
-            if not tensor.is_cpu:
-                raise Unsupported(f"{name} is on {tensor.device}: rings run on CPU tensors")
         mask = None
         if attention_mask is not None:
             mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
-        dropout = self.dropout if self.training else 0.0
-        settings = (bool(is_causal), dropout)
         extras: dict[str, Any] = {"seed": 0}
         if group is not None:
             if self._communicator is None or self._communicator.group is not group:
@@ -325,7 +315,7 @@ class RingDilatedAttention(nn.Module):
                 extras["key_mask"] = _in_order(gather_columns(group, mask, counts), shards)
             if dropout:
                 extras["seed"] = shared_seed(group)
-            calls = [_RankCall(self._ring(settings, self._communicator, 0, shards), [(0, query.shape[1])])]
+            ranks = [(self._communicator, 0, [(0, query.shape[1])])]
         else:
             if len(self._local) != local:
                 self._local, self._rings = local_ring(local), {}
@@ -335,10 +325,9 @@ class RingDilatedAttention(nn.Module):
                 extras["key_mask"] = mask
             if dropout:
                 extras["seed"] = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64))
-            calls = [
-                _RankCall(self._ring(settings, self._local[rank], rank, shards), shards.ranges(rank) or [(0, 0)])
-                for rank in range(local)
-            ]
+            ranks = [(self._local[rank], rank, shards.ranges(rank) or [(0, 0)]) for rank in range(local)]
+        settings = (pattern(shards.tokens), bool(causal), scale, dropout)
+        calls = [_RankCall(self._ring(settings, one, index, shards), rows) for one, index, rows in ranks]
         keep = not self.use_checkpointing and torch.is_grad_enabled()
         return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor, self.clear_cache)[0]
 
@@ -355,6 +344,62 @@ class RingDilatedAttention(nn.Module):
     def clear_cache(self) -> None:
         """Forgets plans and local ranks; they are made again when needed."""
         self._rings, self._local, self._communicator = {}, [], None
+
+
+class RingDilatedAttention(RingCalls, nn.Module):
+    """Dilated attention over a ring, equal to DilatedAttention on one device for any number of ranks.
+
+    process_group: each rank passes its own rows (lengths may differ by rank); None is torch's default group if there is
+    one. ring_size: None or the group's size; 1 means no ring; without any group, the number of local ranks over the whole
+    sequence. use_checkpointing: fetch remote rows again in backward instead of keeping them. deadline: seconds that one
+    exchange may take. halo_limit_bytes: beyond it the exchange runs in rounds. layout: "contiguous", or "zigzag" (as
+    shard() makes it) for balanced causal work. monitor: called with a RingReport after every call.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        ring_size: int | None = None,
+        use_checkpointing: bool = False,
+        process_group: Any = None,
+        deadline: float | None = None,
+        *,
+        layout: str = "contiguous",
+        halo_limit_bytes: int = 0,
+        shard_lengths: Sequence[int] | None = None,
+        monitor: Callable[[RingReport], None] | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        **pool_arguments: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        # The one-device module holds pattern, dropout and their checks.
+        self.attention = DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **pool_arguments)
+        self.segment_lengths = self.attention.segment_lengths
+        self.dilation_rates = self.attention.dilation_rates
+        self.dropout = self.attention.dropout
+        self._init_ring(
+            ring_size, process_group, deadline, layout, halo_limit_bytes, shard_lengths, use_checkpointing, monitor
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d], all of this rank's rows.
+        attention_mask [b, n] or [b, 1, 1, n], of this rank's keys: true where a key may be attended."""
+        one = self.attention
+        out = self._over_ring(
+            query, key, value, lambda tokens: one.pattern, is_causal, one.softmax_scale,
+            self.dropout if self.training else 0.0, attention_mask,
+        )  # fmt: skip
+        return one(query, key, value, is_causal, attention_mask) if out is None else out
 
     def extra_repr(self) -> str:
         return f"ring_size={self.ring_size}, use_checkpointing={self.use_checkpointing}, layout={self.layout!r}"

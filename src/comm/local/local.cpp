@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <list>
 #include <mutex>
 #include <random>
 #include <thread>
 
+#include "comm/gpu/gpu.h"
 #include "longspan/communicator.h"
 #include "longspan/error.h"
 
@@ -23,12 +25,21 @@ struct Note {
   std::uint64_t number = 0;  // of the messages from source to target
   const std::byte* data = nullptr;
   std::size_t bytes = 0;
+  Device device{};
   Clock::time_point visible;
   std::uint64_t order = 0;  // delivery follows this
   bool corrupt = false;
   enum class State { waiting, copying, done } state = State::waiting;
   std::vector<std::byte> own;  // a duplicate outlives its sender's buffer
 };
+
+void copy(void* target, Device target_device, const void* source, Device source_device, std::size_t bytes) {
+  if (bytes == 0) return;
+  for (const Device& device : {target_device, source_device}) {
+    if (device.type == DeviceType::cuda) return gpu::copy_now(target, source, bytes, device.index);
+  }
+  std::memcpy(target, source, bytes);
+}
 
 struct Board {
   Board(int count, std::vector<LocalFault> list, std::uint64_t seed)
@@ -61,6 +72,7 @@ class LocalCommunicator final : public Communicator {
 
   int rank() const override { return rank_; }
   int size() const override { return board_->ranks; }
+  bool takes(Device) const override { return true; }
 
   void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) override {
     const int exchange = exchanges_++;
@@ -91,6 +103,17 @@ class LocalCommunicator final : public Communicator {
         throw CommError(fmt::format("rank {} {} before the deadline", peer, silent ? "sent nothing" : "took nothing"));
       }
       board_->changed.wait_until(lock, next);
+    }
+  }
+
+  bool progress() noexcept override {
+    try {
+      std::unique_lock lock(board_->mutex);
+      Clock::time_point next = Clock::now();
+      deliver(lock, next, next);
+      return waiting_.empty() && pending_.empty();
+    } catch (const std::exception&) {
+      return false;  // wait() finds it again
     }
   }
 
@@ -127,6 +150,7 @@ class LocalCommunicator final : public Communicator {
     note.number = sent_[static_cast<std::size_t>(send.peer)]++;
     note.data = static_cast<const std::byte*>(send.data);
     note.bytes = send.bytes;
+    note.device = send.device;
     note.visible = Clock::now();
     note.order = board_->shuffled ? board_->random() : board_->posted++;
     if (find(LocalFault::Kind::lose, send.peer, exchange)) return;
@@ -134,8 +158,10 @@ class LocalCommunicator final : public Communicator {
     note.corrupt = find(LocalFault::Kind::corrupt, send.peer, exchange) != nullptr;
     if (find(LocalFault::Kind::duplicate, send.peer, exchange)) {
       Note again = note;
-      again.own.assign(note.data, note.data + note.bytes);
+      again.own.resize(note.bytes);
+      copy(again.own.data(), {}, note.data, note.device, note.bytes);
       again.data = again.own.data();
+      again.device = {};
       board_->notes.push_back(std::move(again));
     }
     board_->notes.push_back(std::move(note));
@@ -186,9 +212,25 @@ class LocalCommunicator final : public Communicator {
     }
     note->state = Note::State::copying;
     lock.unlock();
-    if (note->bytes > 0) std::memcpy(receive->data, note->data, note->bytes);
-    if (note->corrupt && note->bytes > 0) static_cast<std::byte*>(receive->data)[note->bytes - 1] ^= std::byte{0x10};
+    std::exception_ptr error;
+    try {
+      copy(receive->data, receive->device, note->data, note->device, note->bytes);
+      if (note->corrupt && note->bytes > 0) {
+        std::byte* const last = static_cast<std::byte*>(receive->data) + note->bytes - 1;
+        std::byte value{};
+        copy(&value, {}, last, receive->device, 1);
+        value ^= std::byte{0x10};
+        copy(last, receive->device, &value, {}, 1);
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
     lock.lock();
+    if (error) {
+      note->state = Note::State::waiting;
+      board_->changed.notify_all();
+      std::rethrow_exception(error);
+    }
     ++received_[static_cast<std::size_t>(note->source)];
     note->state = Note::State::done;
     waiting_.erase(receive);

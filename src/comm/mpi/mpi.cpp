@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <thread>
 
@@ -88,7 +89,18 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
+  /// MPI moves large messages only inside its calls.
+  bool progress() noexcept override {
+    try {
+      if (!error_) std::erase_if(requests_, [&](Pending& pending) { return test(pending); });
+    } catch (const std::exception&) {
+      error_ = std::current_exception();
+    }
+    return !error_ && requests_.empty();
+  }
+
   void wait(Deadline deadline) override {
+    if (error_) std::rethrow_exception(error_);
     for (int idle = 0; !requests_.empty();) {
       const std::size_t before = requests_.size();
       std::erase_if(requests_, [&](Pending& pending) { return test(pending); });
@@ -164,6 +176,7 @@ class MpiCommunicator final : public Communicator {
   MPI_Comm communicator_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1;
   std::vector<Pending> requests_;
+  std::exception_ptr error_;  // that progress() met
 };
 
 }  // namespace

@@ -329,6 +329,10 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
         add_rows(sums[m], a.columns, first_column, [&](int row) -> float* {
           const int key = first_key + warp_key + 16 * m + row;
           if (key >= strand.count) return nullptr;
+          if constexpr (kFeatures) {  // which pieces are among
+            if (a.piece_gradients)
+              return a.gradient_row(item.entry, kv_head, strand.start + key * strand.stride, which == 1);
+          }
           const std::int64_t packed_row = (static_cast<std::int64_t>(item.entry) * a.kv_heads + kv_head) * a.tokens +
                                           strand.start + key * strand.stride;
           return (which == 0 ? a.dk_sum : a.dv_sum) + packed_row * a.columns;

@@ -169,7 +169,7 @@ cudaError_t clear_key_sums(const Launch& a, cudaStream_t stream) {
 }
 
 cudaError_t prepare_backward(const Launch& a, DType dtype, cudaStream_t stream) {
-  if (a.sum_keys) {
+  if (a.sum_keys && !a.piece_gradients) {
     if (const cudaError_t error = clear_key_sums(a, stream); error != cudaSuccess) return error;
   }
   const std::int64_t first = query_blocks(a), blocks = first + (a.fill && !a.sum_keys ? key_blocks(a) : 0);
@@ -179,7 +179,7 @@ cudaError_t prepare_backward(const Launch& a, DType dtype, cudaStream_t stream) 
 }
 
 cudaError_t finish_backward(const Launch& a, DType dtype, cudaStream_t stream) {
-  const std::int64_t first = query_blocks(a), blocks = first + (a.sum_keys ? key_blocks(a) : 0);
+  const std::int64_t first = query_blocks(a), blocks = first + (a.sum_keys && !a.piece_gradients ? key_blocks(a) : 0);
   const int lanes = lanes_for(a.columns);
   return with_storage(dtype,
                       [&]<class T>() { return start<&finish<T>>(blocks, kThreads, 0, stream, a, lanes, first); });

@@ -160,8 +160,8 @@ void check_inputs(const Arguments& a) {
   check_pointer("alibi_slopes", a.call.alibi_slopes);
   if (a.call.lengths.device.type == DeviceType::cuda) check_pointer("lengths", a.call.lengths);
   for (const KeyPiece& piece : a.call.pieces) {
-    check_pointer("pieces", piece.k);
-    check_pointer("pieces", piece.v);
+    for (const ConstTensorView& view : {piece.k, piece.v, ConstTensorView(piece.dk), ConstTensorView(piece.dv)})
+      check_pointer("pieces", view);
   }
   const auto check_memory = [&](const char* name, const void* memory) {
     check_pointer(name, ConstTensorView{memory, DType::boolean, a.q.device, {1, 1, 1, 1}, {}});
@@ -300,8 +300,8 @@ namespace {
 
 std::size_t matrix_workspace(const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; }
 
-const Kernel kMatrix = {"cuda-mma", can_run_matrix, matrix_workspace, forward_matrix, backward_matrix};
-const Kernel kCompact = {"cuda-mma-compact", can_run_compact, matrix_workspace, forward_matrix, backward_compact};
+const Kernel kMatrix = {"cuda-mma", can_run_matrix, matrix_workspace, forward_matrix, backward_matrix, true};
+const Kernel kCompact = {"cuda-mma-compact", can_run_compact, matrix_workspace, forward_matrix, backward_compact, true};
 const Kernel kSimt = {"cuda-simt", can_run_simt,
                       [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
                       forward_simt_call, backward_simt_call};

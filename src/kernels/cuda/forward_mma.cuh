@@ -241,6 +241,8 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
 
   const float scale_log2 = a.scale * kLog2E;
   const PairRules rules(a, item, strand);
+  // Else scores are scaled under the exponential, with and without features: the same bits.
+  const bool biased = kFeatures && (a.alibi || !(a.scale > 0));
 
   for (int first = 0; first < keys.count; first += kKeys) {
     const int stage = Shape::kStages > 1 ? first / kKeys & 1 : 0;
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
             const int own = first_query + thread_row + 16 * m + (i / 2) * 8, local = n * 8 + (lane % 4) * 2 + i % 2;
             const int key = keys.row(first + n * 8) + (lane % 4) * 2 + i % 2;
             float& score = tile.scores[m][n][i];
-            score = fmaf(score, scale_log2, -rules.bias(own, key));
+            if (biased) score = fmaf(score, scale_log2, -rules.bias(own, key));
             if (!allowed[first / kKeys & 1][local] || (a.causal && key > own) || !keys.meets(first + n * 8, own))
               score = -LONGSPAN_INFINITY;
           }
@@ -286,7 +288,7 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
           }
       }
     }
-    tile.softmax(kFeatures ? 1.0f : scale_log2);
+    tile.softmax(biased ? 1.0f : scale_log2);
     if constexpr (kFeatures) {
       if (a.dropout) {
 #pragma unroll

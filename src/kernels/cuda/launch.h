@@ -61,10 +61,14 @@ struct DeviceRange {
   std::int64_t first_row;
 };
 
-/// Row i of k and v here is position first + i * step.
+/// Row i of k and v here is position first + i * step, up to last, of key/value heads kv_head .. kv_head + heads - 1.
 struct DevicePiece {
   Rows k, v;
-  int first, step, count;
+  int first, last, step, kv_head, heads;
+};
+/// Where the gradients of a piece's rows are added, float32.
+struct PieceGradients {
+  Rows dk, dv;
 };
 
 /// Items first_item .. : entries x segments x heads x tiles of one branch in one range. Branch -1 fills uncovered rows.
@@ -119,6 +123,8 @@ struct Launch {
   DeviceRange ranges[kMaxRanges];
   Work work[kMaxWork];
   DevicePiece pieces[kMaxPieces];
+  const DevicePiece* piece_table;         // in device memory, where there are more than that
+  const PieceGradients* piece_gradients;  // one for each piece, where backward adds to those
 
   LONGSPAN_DEVICE int length(int entry) const {
     if (!lengths) return tokens;
@@ -156,14 +162,34 @@ struct Launch {
       return;
     }
     k_row = v_row = nullptr;
+    int row = 0;
+    const int index = find_piece(kv_head, position, row);
+    if (index < 0) return;
+    const DevicePiece& piece = piece_list()[index];
+    k_row = piece.k.data + piece.k.offset(entry, row, kv_head - piece.kv_head) * element;
+    v_row = piece.v.data + piece.v.offset(entry, row, kv_head - piece.kv_head) * element;
+  }
+  LONGSPAN_DEVICE const DevicePiece* piece_list() const { return piece_table ? piece_table : pieces; }
+  /// The first piece that has a row, and which of its rows it is; -1 if none has it.
+  LONGSPAN_DEVICE int find_piece(int kv_head, int position, int& row) const {
+    const DevicePiece* const list = piece_list();
     for (int i = 0; i < piece_count; ++i) {
-      const int distance = position - pieces[i].first;
-      if (distance < 0 || distance % pieces[i].step != 0 || distance / pieces[i].step >= pieces[i].count) continue;
-      const int row = distance / pieces[i].step;
-      k_row = pieces[i].k.data + pieces[i].k.offset(entry, row, kv_head) * element;
-      v_row = pieces[i].v.data + pieces[i].v.offset(entry, row, kv_head) * element;
-      return;
+      const DevicePiece& piece = list[i];
+      if (position < piece.first || position > piece.last) continue;
+      if (kv_head < piece.kv_head || kv_head - piece.kv_head >= piece.heads) continue;
+      const int distance = position - piece.first;
+      row = piece.step == 1 ? distance : distance / piece.step;
+      if (row * piece.step == distance) return i;
     }
+    return -1;
+  }
+  /// Where the gradient of a row of k (or v) is added; null if no piece has it.
+  LONGSPAN_DEVICE float* gradient_row(int entry, int kv_head, int position, bool values) const {
+    int row = 0;
+    const int index = find_piece(kv_head, position, row);
+    if (index < 0) return nullptr;
+    const Rows& rows = values ? piece_gradients[index].dv : piece_gradients[index].dk;
+    return reinterpret_cast<float*>(rows.data) + rows.offset(entry, row, kv_head - piece_list()[index].kv_head);
   }
 
   /// Items are fewer than 2^31, so 32 bits do, which divide several times faster.

@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "kernels/cuda/adaptive.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/mask_lists.h"
+#include "memory/device_pool.h"
 
 namespace longspan::cuda {
 namespace {
@@ -117,17 +119,49 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
         clamp(branch.segment),     clamp(branch.dilation),      clamp(branch.head_begin), clamp(branch.head_count),
         clamp(branch.fixed_phase), clamp(branch.phase_divisor), branch.skip_if_longer,    branch.pad_keys};
   }
-  if (call.pieces.size() > kMaxPieces) {
-    throw Unsupported(fmt::format("{} pieces on {}: up to {} run there; join adjacent ones", call.pieces.size(),
-                                  to_string(problem.device), kMaxPieces));
-  }
-  for (const KeyPiece& piece : call.pieces) {
-    launch.pieces[launch.piece_count++] = {rows_of(piece.k), rows_of(piece.v), clamp(piece.first), clamp(piece.step),
-                                           clamp(piece.k.rows())};
-    launch.aligned = launch.aligned && aligned(piece.k) && aligned(piece.v);
-  }
   return launch;
 }
+
+/// The pieces of a call: in the launch itself, or, where they are many or have gradients, in memory of the device.
+class PieceTable {
+ public:
+  PieceTable(Launch& launch, const Call& call, Device device) {
+    std::vector<DevicePiece> list;
+    for (const KeyPiece& piece : call.pieces) {
+      list.push_back({rows_of(piece.k), rows_of(piece.v), clamp(piece.first),
+                      clamp(piece.first + (piece.k.rows() - 1) * piece.step), clamp(piece.step), clamp(piece.kv_head),
+                      clamp(piece.k.heads())});
+      launch.aligned = launch.aligned && aligned(piece.k) && aligned(piece.v);
+    }
+    launch.piece_count = static_cast<int>(list.size());
+    const bool gradients = !call.pieces.empty() && call.pieces[0].dk.given();
+    if (list.size() <= kMaxPieces) std::copy(list.begin(), list.end(), launch.pieces);
+    else launch.piece_table = upload(pieces_, list, call, device);
+    if (!gradients) return;
+    std::vector<PieceGradients> sums;
+    for (const KeyPiece& piece : call.pieces) {
+      if (!aligned(piece.dk) || !aligned(piece.dv)) {
+        throw InvalidArgument("pieces", fmt::format("gradients of a piece at {} and {}: align their rows to 16 bytes",
+                                                    piece.dk.data, piece.dv.data));
+      }
+      sums.push_back({rows_of(piece.dk), rows_of(piece.dv)});
+    }
+    launch.piece_gradients = upload(gradients_, sums, call, device);
+  }
+
+ private:
+  template <class Entry>
+  static const Entry* upload(std::optional<DeviceLease>& memory, const std::vector<Entry>& list, const Call& call,
+                             Device device) {
+    const std::size_t bytes = list.size() * sizeof(Entry);
+    memory.emplace(device.index, call.stream, bytes);
+    check(cudaMemcpyAsync(memory->data(), list.data(), bytes, cudaMemcpyHostToDevice,
+                          static_cast<cudaStream_t>(call.stream)),
+          "copying the list of pieces to the GPU");
+    return reinterpret_cast<const Entry*>(memory->data());
+  }
+  std::optional<DeviceLease> pieces_, gradients_;
+};
 
 }  // namespace
 
@@ -154,6 +188,7 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
   for (int part = 0; part < parts; ++part) {
     for (int b = 0; b < launch.branch_count; ++b) {
       const DeviceBranch& branch = launch.branches[b];
+      if (tiling.branch != kEveryBranch && tiling.branch != b) continue;
       // With lengths a branch that N leaves out may come in: segments longer than N are longer than every length, so
       // no.
       if (!branch.active(launch.tokens)) continue;
@@ -269,6 +304,31 @@ void split_ranges(Launch& launch, const Plan& plan, std::span<const RowRange> ra
   run_part();
 }
 
+/// A part of a forward: branch by branch, since each has windows of its own and later ones go on from earlier ones.
+void split_windows(Launch& launch, const ForwardArguments& a, Tiling tiling, const std::function<void(Launch&)>& run) {
+  if (a.part->first && tiling.fills) {
+    tiling.branch = kNoBranch;
+    split_ranges(launch, a.plan, a.ranges, tiling, run);
+  }
+  tiling.fills = false;
+  for (int b = 0; b < launch.branch_count; ++b) {
+    tiling.branch = b;
+    std::int64_t first_row = 0;
+    for (const RowRange& range : a.ranges) {
+      for (const RowRange& window : a.part->windows[static_cast<std::size_t>(b)]) {
+        const std::int64_t begin = std::max(range.start, window.start),
+                           end = std::min(range.start + range.count, window.start + window.count);
+        if (begin >= end) continue;
+        launch.range_count = 1;
+        launch.ranges[0] = {clamp(begin), clamp(end - begin), first_row + begin - range.start};
+        add_work(launch, a.plan, tiling);
+        run(launch);
+      }
+      first_row += range.count;
+    }
+  }
+}
+
 }  // namespace
 
 std::size_t ranges_per_launch(const Plan& plan) {
@@ -296,7 +356,8 @@ bool sums_keys(const Plan& plan, std::size_t ranges) {
 }
 
 bool has_key_sums(const BackwardArguments& a) {
-  return layout(a.plan, Pass::backward, true).dk > 0 || !sums_keys(a.plan, a.ranges.size());
+  const Workspace space = layout(a.plan, Pass::backward, true);
+  return space.dk > 0 || a.plan.problem().has_piece_gradients || !sums_keys(a.plan, a.ranges.size());
 }
 
 Workspace layout(const Plan& plan, Pass pass, bool matrix) {
@@ -331,7 +392,7 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix) {
   }
   take(space.delta, queries * 2 * sizeof(float) * (plan.options().detached_mix ? plan.branches().size() : 1));
   take(space.dq, queries * columns);
-  if (sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
+  if (!problem.has_piece_gradients && sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
     take(space.dk, keys * columns);
     take(space.dv, keys * columns);
   }
@@ -360,12 +421,13 @@ void for_each_writer(const Launch& launch, int group, const std::function<void(c
 void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {
   const Workspace space = layout(a.plan, Pass::forward, matrix);
   Launch launch = describe(a, space, matrix);
+  const PieceTable pieces(launch, a.call, a.q.device);
   if (launch.merges) {
     launch.state_sums = reinterpret_cast<float*>(a.workspace + space.state_sums);
     launch.state = reinterpret_cast<float*>(a.workspace + space.state);
   }
   add_lists(launch, a, space, tiling);
-  split_ranges(launch, a.plan, a.ranges, tiling, [&](Launch& part) {
+  const auto run_part = [&](Launch& part) {
     if (part.merges) {
       part.ticket = reinterpret_cast<unsigned*>(a.workspace + space.counters);
       part.finished = part.ticket + 1;
@@ -373,12 +435,15 @@ void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, cons
             "clearing counters");
     }
     run(part);
-  });
+  };
+  if (a.part) split_windows(launch, a, tiling, run_part);
+  else split_ranges(launch, a.plan, a.ranges, tiling, run_part);
 }
 
 void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {
   const Workspace space = layout(a.plan, Pass::backward, matrix);
   Launch launch = describe(a, space, matrix);
+  const PieceTable pieces(launch, a.call, a.q.device);
   launch.dout = rows_of(a.dout);
   launch.dq = rows_of(a.dq);
   launch.dk = rows_of(a.dk);
@@ -391,8 +456,9 @@ void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, con
   launch.delta = reinterpret_cast<float*>(a.workspace + space.delta);
   if (matrix) {
     launch.dq_sum = reinterpret_cast<float*>(a.workspace + space.dq);
-    launch.sum_keys = sums_keys(a.plan, a.plan.problem().query_rows == a.plan.problem().tokens ? a.ranges.size() : 2);
-    if (launch.sum_keys) {
+    launch.sum_keys = launch.piece_gradients ||
+                      sums_keys(a.plan, a.plan.problem().query_rows == a.plan.problem().tokens ? a.ranges.size() : 2);
+    if (launch.sum_keys && !launch.piece_gradients) {
       launch.dk_sum = reinterpret_cast<float*>(a.workspace + space.dk);
       launch.dv_sum = reinterpret_cast<float*>(a.workspace + space.dv);
     }

@@ -8,6 +8,8 @@
 
 namespace longspan::cuda {
 
+inline constexpr int kEveryBranch = -1, kNoBranch = -2;
+
 /// How a kernel cuts its work.
 struct Tiling {
   int rows = 0;  // of one item: query rows forward, keys backward; 0 for kernels without items
@@ -16,6 +18,7 @@ struct Tiling {
   bool parts = false;         // under a causal mask, long tiles of every branch before short ones of any
   bool splits = false;        // by_keys: long lists of a block mask as several items, which add up
   bool masks_chosen = false;  // adaptive masks are those of an earlier launch of the call
+  int branch = kEveryBranch;  // or the only one
 };
 
 struct Workspace {

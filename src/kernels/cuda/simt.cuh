@@ -71,6 +71,14 @@ __device__ __forceinline__ void store_row(T* row, const float (&sums)[kPerLane],
   }
 }
 
+__device__ __forceinline__ void add_row(float* row, const float (&sums)[kPerLane], float factor, int columns,
+                                        int lane) {
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (lane + i * kLanes < columns) row[lane + i * kLanes] += factor * sums[i];
+  }
+}
+
 template <class T>
 __device__ __forceinline__ const T* pointer_of_lane(const T* pointer, int source) {
   return reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), source));
@@ -343,6 +351,12 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
         }
       }
     }
+  }
+  if (a.piece_gradients) {
+    if (!k_row) return;
+    add_row(a.gradient_row(entry, kv_head, key, false), dk, a.scale, a.columns, lane);
+    add_row(a.gradient_row(entry, kv_head, key, true), dv, a.output_scale, a.columns, lane);
+    return;
   }
   store_row(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(entry, key, kv_head), dk, a.scale, a.columns, lane);
   store_row(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(entry, key, kv_head), dv, a.output_scale, a.columns, lane);

@@ -1,0 +1,147 @@
+// Kernels over rows: one warp per (row, head) of a message and batch entry, whose lanes take 16 bytes each where rows
+// are aligned, else two. Which run of the message a pair belongs to is found by bisection.
+#include "comm/gpu/gpu_rows.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+namespace longspan::gpu {
+namespace {
+
+constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
+
+__device__ __forceinline__ char* row_at(const Places& where, std::int64_t entry, std::int64_t row, std::int64_t head) {
+  return where.data + entry * where.batch + row * where.row + head * where.head;
+}
+
+struct PairPlace {
+  std::int64_t message_k, message_v;  // rows of the message
+  std::int64_t row;
+  int head;
+};
+
+__device__ __forceinline__ PairPlace find(const MessageRuns& all, std::int64_t pair, std::int64_t entry) {
+  int low = 0, high = all.count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (all.runs[middle].first_pair <= pair) low = middle;
+    else high = middle - 1;
+  }
+  const ShardRun& run = all.runs[low];
+  const std::int64_t local = pair - run.first_pair, row = local / run.heads;
+  const int head = static_cast<int>(local - row * run.heads);
+  const std::int64_t in_run = (entry * run.rows + run.run_row + row) * run.heads + head;
+  return {2 * run.offset * all.batch + in_run, (2 * run.offset + run.pairs) * all.batch + in_run,
+          run.shard_row + row * run.step, run.kv_head + head};
+}
+
+template <class Unit>
+__global__ void __launch_bounds__(kThreads) pack_rows(char* payload, MessageRuns all, Places k, Places v, int units) {
+  const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (flat >= all.pairs * all.batch) return;
+  const std::int64_t entry = flat / all.pairs;
+  const PairPlace at = find(all, flat - entry * all.pairs, entry);
+  const Unit *const from_k = reinterpret_cast<const Unit*>(row_at(k, entry, at.row, at.head)),
+                    *const from_v = reinterpret_cast<const Unit*>(row_at(v, entry, at.row, at.head));
+  Unit *const to_k = reinterpret_cast<Unit*>(payload) + at.message_k * units, *const to_v =
+                                                                                  reinterpret_cast<Unit*>(payload) +
+                                                                                  at.message_v * units;
+  for (int i = threadIdx.x % kWarp; i < units; i += kWarp) {
+    to_k[i] = from_k[i];
+    to_v[i] = from_v[i];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_rows(const float* payload, MessageRuns all, Places dk, Places dv, int columns) {
+  const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (flat >= all.pairs * all.batch) return;
+  const std::int64_t entry = flat / all.pairs;
+  const PairPlace at = find(all, flat - entry * all.pairs, entry);
+  float *const to_k = reinterpret_cast<float*>(row_at(dk, entry, at.row, at.head)), *const to_v =
+                                                                                        reinterpret_cast<float*>(
+                                                                                            row_at(dv, entry, at.row,
+                                                                                                   at.head));
+  for (int i = threadIdx.x % kWarp; i < columns; i += kWarp) {
+    to_k[i] += payload[at.message_k * columns + i];
+    to_v[i] += payload[at.message_v * columns + i];
+  }
+}
+
+__device__ __forceinline__ void store(float* target, float value) { *target = value; }
+__device__ __forceinline__ void store(__half* target, float value) { *target = __float2half(value); }
+__device__ __forceinline__ void store(__nv_bfloat16* target, float value) { *target = __float2bfloat16(value); }
+
+/// Zero where there is no source.
+template <class To>
+__global__ void __launch_bounds__(kThreads)
+    convert_rows(Places to, Places from, std::int64_t rows, std::int64_t heads, std::int64_t elements, int columns) {
+  const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (flat >= elements) return;
+  const std::int64_t column = flat % columns, head = flat / columns % heads, row = flat / columns / heads % rows,
+                     entry = flat / columns / heads / rows;
+  const float value = from.data ? reinterpret_cast<const float*>(row_at(from, entry, row, head))[column] : 0.0f;
+  store(reinterpret_cast<To*>(row_at(to, entry, row, head)) + column, value);
+}
+
+/// Each word is mixed with its place by a function that loses nothing, so that one changed word always shows.
+__global__ void __launch_bounds__(kThreads)
+    checksum(unsigned long long* sum, const unsigned char* data, std::size_t bytes, bool take_away) {
+  const std::size_t words = (bytes + 7) / 8;
+  unsigned long long own = 0;
+  for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * kThreads + threadIdx.x; i < words;
+       i += static_cast<std::size_t>(gridDim.x) * kThreads) {
+    unsigned long long word = 0;
+    if (i * 8 + 8 <= bytes) word = reinterpret_cast<const unsigned long long*>(data)[i];
+    else
+      for (std::size_t b = i * 8; b < bytes; ++b) word = word << 8 | data[b];
+    word = (word ^ i * 0x9E3779B97F4A7C15u) * 0xBF58476D1CE4E5B9u;
+    own += (word ^ word >> 31) * 0x94D049BB133111EBu;
+  }
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) own += __shfl_xor_sync(~0u, own, distance);
+  if (threadIdx.x % kWarp == 0) atomicAdd(sum, take_away ? 0ull - own : own);
+}
+
+unsigned blocks(std::int64_t items, std::int64_t per_block) {
+  return static_cast<unsigned>((items + per_block - 1) / per_block);
+}
+
+}  // namespace
+
+cudaError_t start_pack(char* payload, const MessageRuns& runs, const Places& k, const Places& v, int bytes,
+                       bool aligned, cudaStream_t stream) {
+  const unsigned count = blocks(runs.pairs * runs.batch, kWarps);
+  if (aligned) pack_rows<uint4><<<count, kThreads, 0, stream>>>(payload, runs, k, v, bytes / 16);
+  else pack_rows<std::uint16_t><<<count, kThreads, 0, stream>>>(payload, runs, k, v, bytes / 2);
+  return cudaGetLastError();
+}
+
+cudaError_t start_add(const float* payload, const MessageRuns& runs, const Places& dk, const Places& dv, int columns,
+                      cudaStream_t stream) {
+  add_rows<<<blocks(runs.pairs * runs.batch, kWarps), kThreads, 0, stream>>>(payload, runs, dk, dv, columns);
+  return cudaGetLastError();
+}
+
+cudaError_t start_convert(DType dtype, const Places& to, const Places& from, std::int64_t batch, std::int64_t rows,
+                          std::int64_t heads, int columns, cudaStream_t stream) {
+  const std::int64_t elements = batch * rows * heads * columns;
+  const unsigned count = blocks(elements, kThreads);
+  if (dtype == DType::f32)
+    convert_rows<float><<<count, kThreads, 0, stream>>>(to, from, rows, heads, elements, columns);
+  else if (dtype == DType::bf16)
+    convert_rows<__nv_bfloat16><<<count, kThreads, 0, stream>>>(to, from, rows, heads, elements, columns);
+  else convert_rows<__half><<<count, kThreads, 0, stream>>>(to, from, rows, heads, elements, columns);
+  return cudaGetLastError();
+}
+
+cudaError_t start_checksum(std::uint64_t* sum, const std::byte* data, std::size_t bytes, bool take_away,
+                           cudaStream_t stream) {
+  const unsigned count = static_cast<unsigned>(std::min<std::size_t>((bytes / 8 + kThreads) / kThreads, 264));
+  checksum<<<count, kThreads, 0, stream>>>(reinterpret_cast<unsigned long long*>(sum),
+                                           reinterpret_cast<const unsigned char*>(data), bytes, take_away);
+  return cudaGetLastError();
+}
+
+}  // namespace longspan::gpu

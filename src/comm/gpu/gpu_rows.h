@@ -1,0 +1,48 @@
+// The kernels over rows of messages, as the host starts them. Plain types only: nvcc stumbles over more.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "longspan/tensor_view.h"
+
+namespace longspan::gpu {
+
+/// A tensor [batch, row, head]; strides in bytes.
+struct Places {
+  char* data;
+  std::int64_t batch, row, head;
+};
+
+/// Part of a run of a message that lies in one range of the shard: pairs from `first_pair` on, of `heads` heads each.
+struct ShardRun {
+  std::int64_t first_pair;     // of the whole message, in the order of (row, head)
+  std::int64_t offset, pairs;  // of the run: its K begins behind 2 * offset rows, its V `pairs` rows later
+  std::int64_t run_row;        // row of the run that the part begins with
+  std::int64_t rows;           // of the run
+  std::int64_t shard_row, step;
+  int kv_head, heads;
+};
+
+/// Runs in device memory, and how many (row, head) pairs they are together.
+struct MessageRuns {
+  const ShardRun* runs;
+  int count;
+  std::int64_t pairs, batch;
+};
+
+/// Rows of `bytes` bytes from k and v to a message; `aligned`: everything to 16 bytes.
+cudaError_t start_pack(char* payload, const MessageRuns& runs, const Places& k, const Places& v, int bytes,
+                       bool aligned, cudaStream_t stream);
+/// Adds float32 rows of a message to dk and dv.
+cudaError_t start_add(const float* payload, const MessageRuns& runs, const Places& dk, const Places& dv, int columns,
+                      cudaStream_t stream);
+/// float32 to a dtype, or zeros where there is no source.
+cudaError_t start_convert(DType dtype, const Places& to, const Places& from, std::int64_t batch, std::int64_t rows,
+                          std::int64_t heads, int columns, cudaStream_t stream);
+/// Adds the sum of a message's bytes to *sum, or takes it away.
+cudaError_t start_checksum(std::uint64_t* sum, const std::byte* data, std::size_t bytes, bool take_away,
+                           cudaStream_t stream);
+
+}  // namespace longspan::gpu

@@ -1,0 +1,172 @@
+// Several ranks on one GPU: the bits of one GPU with the same kernel, gradients to rounding, bytes to the last one;
+// messages from GPU to GPU and by way of the host; what goes wrong on the way.
+#include <gtest/gtest.h>
+
+#include "gpu/gpu_place.h"
+#include "longspan/memory.h"
+
+namespace longspan::testing {
+namespace {
+
+class GpuRing : public ::testing::TestWithParam<std::tuple<int, DType>> {};
+
+TEST_P(GpuRing, EqualsOneGpu) {
+  LONGSPAN_NEEDS_GPU();
+  const auto [ranks, dtype] = GetParam();
+  int ran = 0;
+  for (const RingCase& one : ring_cases(dtype)) {
+    const Case& c = one.problem;
+    for (const std::string& kernel : kernels_for_pieces(c)) {
+      ++ran;
+      const Results want = run_on_gpu(c, kernel);
+      const Shards shards = uneven(c.shape.tokens, ranks);
+      RingRun run;
+      run.keep_halo = ranks % 2 == 0;
+      run.kernel = kernel;
+      const auto got = run_local<GpuPlace>(c, shards, run, static_cast<std::uint64_t>(ranks));
+      for (int rank = 0; rank < ranks; ++rank) {
+        const RankResults& r = got[static_cast<std::size_t>(rank)];
+        expect_same(r, want, shards.ranges(rank), ring_tolerance(dtype), true, true,
+                    fmt::format("{} {} rank {} of {}", kernel, one.name, rank, ranks));
+        expect_planned_bytes(r, c, shards, rank, run);
+      }
+    }
+  }
+  EXPECT_GT(ran, 10);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, GpuRing,
+                         ::testing::Combine(::testing::Values(2, 3, 4, 8), ::testing::Values(DType::f32, DType::bf16)),
+                         [](const auto& one) {
+                           return fmt::format("{}_{}", std::get<0>(one.param), name_of(std::get<1>(one.param)));
+                         });
+INSTANTIATE_TEST_SUITE_P(Half, GpuRing, ::testing::Values(std::tuple{4, DType::f16}),
+                         [](const auto&) { return std::string("4_f16"); });
+
+Case small_case() {
+  return Case(Pattern::longnet({40, 160, 400}, {1, 3, 6}), {}, {2, kRingTokens, 4, 2, 64}, DType::bf16);
+}
+
+/// Another ring that only moves the CPU's memory, as MPI and gloo do.
+class ByHost final : public Communicator {
+ public:
+  explicit ByHost(std::shared_ptr<Communicator> inner) : inner_(std::move(inner)) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) override {
+    for (const SendBuffer& send : sends) EXPECT_EQ(send.device.type, DeviceType::cpu);
+    inner_->begin(sends, receives);
+  }
+  void wait(Deadline deadline) override { inner_->wait(deadline); }
+  void abort() noexcept override { inner_->abort(); }
+
+ private:
+  std::shared_ptr<Communicator> inner_;
+};
+
+std::vector<std::shared_ptr<Communicator>> by_host(int ranks, std::vector<LocalFault> faults = {}) {
+  auto ring = local_ring(ranks, std::move(faults));
+  for (auto& one : ring) one = std::make_shared<ByHost>(one);
+  return ring;
+}
+
+TEST(GpuRing, ByWayOfTheHostAndZigzag) {
+  LONGSPAN_NEEDS_GPU();
+  const Case c = small_case();
+  const Results want = run_on_gpu(c, "cuda-mma");
+  const Shards shards = Shards::zigzag(c.shape.tokens, 3);
+  for (const bool staged : {false, true}) {
+    const auto got = run_ranks<GpuPlace>(c, shards, {}, staged ? by_host(3) : local_ring(3));
+    for (int rank = 0; rank < 3; ++rank)
+      expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(c.dtype), true, true,
+                  staged ? "by host" : "zigzag");
+  }
+}
+
+TEST(GpuRing, StrandsOfManyTiles) {
+  LONGSPAN_NEEDS_GPU();
+  for (const std::int64_t head_dim : {48, 64, 128}) {
+    for (const bool causal : {false, true}) {
+      Options options;
+      options.causal = causal;
+      const Case c(Pattern::longnet({500, 1700}, {1, 2}), options, {1, 1700, 4, 2, head_dim}, DType::bf16);
+      const Results want = run_on_gpu(c, "cuda-mma", true);
+      const Shards shards = uneven(c.shape.tokens, 3);
+      const auto got = run_local<GpuPlace>(c, shards);
+      for (int rank = 0; rank < 3; ++rank)
+        expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(c.dtype), true, true,
+                    fmt::format("head_dim {}", head_dim));
+    }
+  }
+}
+
+TEST(GpuRing, DeterministicGradientsHaveOneSetOfBits) {
+  LONGSPAN_NEEDS_GPU();
+  Case c = small_case();
+  c.options.deterministic = true;
+  const Shards shards = uneven(c.shape.tokens, 4);
+  const auto first = run_local<GpuPlace>(c, shards);
+  for (std::uint64_t shuffle = 1; shuffle <= 3; ++shuffle) {
+    const auto again = run_local<GpuPlace>(c, shards, {}, shuffle);
+    for (std::size_t rank = 0; rank < first.size(); ++rank) {
+      for (const auto member : {&Results::out, &Results::dq, &Results::dk, &Results::dv})
+        EXPECT_EQ(bits_differ(again[rank].results.*member, first[rank].results.*member), "") << "shuffle " << shuffle;
+    }
+  }
+}
+
+TEST(GpuRing, WhatGoesWrongIsAnErrorOrMakesNoDifference) {
+  LONGSPAN_NEEDS_GPU();
+  const Case c = small_case();
+  const Results want = run_on_gpu(c, "cuda-mma");
+  const Shards shards = uneven(c.shape.tokens, 3);
+  using Kind = LocalFault::Kind;
+  for (const bool staged : {false, true}) {
+    for (const int exchange : {1, 2}) {  // 0 compares ranks
+      for (const Kind kind : {Kind::lose, Kind::corrupt, Kind::die, Kind::stall, Kind::delay, Kind::duplicate}) {
+        const LocalFault fault{kind, 1, -1, exchange, std::chrono::milliseconds(kind == Kind::stall ? 1500 : 20)};
+        RingRun run;
+        run.options.deadline = std::chrono::milliseconds(400);
+        const auto make = [&] { return staged ? by_host(3, {fault}) : local_ring(3, {fault}); };
+        if (kind == Kind::delay || kind == Kind::duplicate) {
+          const auto got = run_ranks<GpuPlace>(c, shards, run, make());
+          for (int rank = 0; rank < 3; ++rank)
+            expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(c.dtype), true,
+                        true, "fault");
+          continue;
+        }
+        try {
+          run_ranks<GpuPlace>(c, shards, run, make());
+          ADD_FAILURE() << "no error of fault " << static_cast<int>(kind) << " in exchange " << exchange;
+        } catch (const CommError& error) {
+          EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+        }
+      }
+    }
+  }
+  // In the same process, afterwards.
+  const auto got = run_local<GpuPlace>(c, shards);
+  expect_same(got[0], want, shards.ranges(0), ring_tolerance(c.dtype), true, true, "after errors");
+}
+
+TEST(GpuRing, RoundsAreRefusedByName) {
+  LONGSPAN_NEEDS_GPU();
+  RingRun run;
+  run.options.halo_limit_bytes = 64;
+  EXPECT_THROW(run_local<GpuPlace>(small_case(), Shards::even(kRingTokens, 2), run), Error);
+}
+
+TEST(GpuRing, MemoryGoesBack) {
+  LONGSPAN_NEEDS_GPU();
+  const Case c = small_case();
+  const Shards shards = uneven(c.shape.tokens, 4);
+  run_local<GpuPlace>(c, shards);
+  cudaDeviceSynchronize();
+  const auto before = device_memory::statistics(0);
+  for (int i = 0; i < 3; ++i) run_local<GpuPlace>(c, shards);
+  cudaDeviceSynchronize();
+  EXPECT_EQ(device_memory::statistics(0).used_bytes, before.used_bytes);
+}
+
+}  // namespace
+}  // namespace longspan::testing

@@ -130,6 +130,20 @@ def bench_encoder(tiles: int, repeats: int, layers: int, dtype: torch.dtype, dev
     }
 
 
+class _Nothing(torch.autograd.Function):
+    """What torch itself takes of a call that records gradients, and of its backward: as many tensors, nothing computed."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out, lse = torch.empty_like(query), query.new_empty((1, 1, 2))
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
 def bench_overhead(repeats: int, device: str) -> dict:
     """What a call costs the host beside its kernel: two rows of eight numbers, on one thread."""
     threads = longspan.num_threads(), torch.get_num_threads()
@@ -145,7 +159,7 @@ def bench_overhead(repeats: int, device: str) -> dict:
         raw = [raw_tensor("x", x) for x in (query, key, value, out, lse)]
         raw_grads = [raw_tensor("x", x) for x in grads]
         grad = torch.ones_like(out)
-        recorded = torch_attention(*leaves, pattern)
+        recorded, nothing = torch_attention(*leaves, pattern), _Nothing.apply(*leaves)
 
         def without_gradients():
             with torch.no_grad():
@@ -157,6 +171,8 @@ def bench_overhead(repeats: int, device: str) -> dict:
             "without_gradients": without_gradients,
             "recording_gradients": lambda: torch_attention(*leaves, pattern),
             "backward": lambda: torch.autograd.grad(recorded, leaves, grad, retain_graph=True),
+            "torch_recording": lambda: _Nothing.apply(*leaves),
+            "torch_backward": lambda: torch.autograd.grad(nothing, leaves, grad, retain_graph=True),
         }
         result = {name: microseconds(call, repeats) for name, call in calls.items()}
     finally:

@@ -159,7 +159,7 @@ void bind_torch_calls(nb::module_& module) {
           },
           nb::kw_only(), "exchange"_a, "types"_a, "observers"_a, "autocast_enabled"_a, "grad_enabled"_a, "empty_like"_a,
           "contiguous_empty_like"_a, "empty_f32"_a, "empty_f64"_a)
-      .def("mode", &TorchCalls::mode, "query"_a, "key"_a, "value"_a,
+      .def("mode", &TorchCalls::mode, "query"_a.none(), "key"_a.none(), "value"_a.none(),
            "0: through the dispatcher, 1: past it, 2: past it, recording gradients.")
       .def("forward", &TorchCalls::forward, "attention"_a, "query"_a, "key"_a, "value"_a, "with_lse"_a,
            "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(),

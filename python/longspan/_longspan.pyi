@@ -283,7 +283,7 @@ class TorchCalls:
 
     def __init__(self, *, exchange: object, types: tuple, observers: tuple, autocast_enabled: object, grad_enabled: object, empty_like: object, contiguous_empty_like: object, empty_f32: object, empty_f64: object) -> None: ...
 
-    def mode(self, query: object, key: object, value: object) -> int:
+    def mode(self, query: object | None, key: object | None, value: object | None) -> int:
         """
         0: through the dispatcher, 1: past it, 2: past it, recording gradients.
         """

@@ -1,6 +1,5 @@
-// DLPack's C exchange API (DLPack 1.3; torch has it since 2.10): a table of functions in a capsule on a tensor class,
-// by which its tensors are read, memory is allocated and streams are found in nanoseconds, without Python objects
-// between.
+// DLPack's C exchange API (DLPack 1.3; torch 2.11 has it): a table of functions in a capsule on a tensor class, by
+// which its tensors are read, memory is allocated and streams are found in nanoseconds, without Python objects between.
 #pragma once
 
 #include <nanobind/nanobind.h>

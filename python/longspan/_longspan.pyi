@@ -336,6 +336,16 @@ class NativeCommunicator:
 def local_ring(ranks: int) -> list[NativeCommunicator]:
     """Ranks of this process, one for each calling thread."""
 
+def nccl_id() -> bytes:
+    """
+    What the ranks of one NCCL ring have in common; made by one of them and given to the others.
+    """
+
+def nccl_ring(id: bytes, rank: int, size: int, device: int, deadline: float = 60.0) -> NativeCommunicator:
+    """
+    This rank's end of a ring over NCCL; every rank calls it at the same time, with a GPU of its own.
+    """
+
 class RingHalo:
     """Remote rows that a forward keeps for its backward."""
 
@@ -351,10 +361,10 @@ class Ring:
 
     def __init__(self, attention: Attention, communicator: object | None, shards: Shards, deadline: float = 60.0, halo_limit_bytes: int = 0, checksums: bool = True) -> None: ...
 
-    def forward(self, q: object, k: object, v: object, out: object, lse: object | None = None, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, keep: RingHalo | None = None) -> None:
+    def forward(self, q: object, k: object, v: object, out: object, lse: object | None = None, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, stream: int = 0, keep: RingHalo | None = None) -> None:
         """Fills out and, if given, lse."""
 
-    def backward(self, q: object, k: object, v: object, out: object, lse: object, dout: object, dlse: object | None, dq: object, dk: object, dv: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, kept: RingHalo | None = None) -> None:
+    def backward(self, q: object, k: object, v: object, out: object, lse: object, dout: object, dlse: object | None, dq: object, dk: object, dv: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, stream: int = 0, kept: RingHalo | None = None) -> None:
         """Fills dq, dk and dv."""
 
     @property

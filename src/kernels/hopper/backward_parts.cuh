@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_const
             chunk % 8 * 128 + within % 8 * 16 + within / 8 % 2 * 2);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float2 two = __ldg(sums + 2 * j);
+          const float2 two = __ldcs(sums + 2 * j);
           total[2 * j] += two.x;
           total[2 * j + 1] += two.y;
         }

@@ -323,8 +323,8 @@ TEST(HopperWork, TurnsCountThoseBefore) {
               task.first_tile = causal ? std::max(0, task.diagonal) / tile_queries : 0;
               const int own = task.tiles_of(group, tile_queries);
               for (int tile = task.first_tile; tile < own; tile = (tile & ~1) + 2) {
-                const int end = std::min((tile & ~1) + 2, own) * tile_queries;
-                ASSERT_EQ(task.turn(end, causal), came[tile / 2]++)
+                const int end = task.pair_end(tile, own);
+                ASSERT_EQ(task.turn(end * tile_queries, causal), came[tile / 2]++)
                     << tile_queries << " " << causal << " " << begin << " " << queries << " " << task.key_tile;
               }
             }

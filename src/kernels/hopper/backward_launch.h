@@ -106,6 +106,8 @@ struct BackwardTask {
     const int own = (queries + tile_queries - 1 - group * kSumTileRows) / tile_queries;
     return own < tiles ? own : tiles;
   }
+  /// Where the pair of tiles of queries that a tile is in ends, for a group that has rows of `own` tiles.
+  LONGSPAN_DEVICE int pair_end(int tile, int own) const { return (tile | 1) + 1 < own ? (tile | 1) + 1 : own; }
   /// Tiles of keys that add before this one to queries up to `end`, where that has an order. Under a causal mask it is
   /// the one in which they come to them if all start at once on the diagonal: the last tile first. Upwards each would
   /// wait for the one before it, which has just begun.

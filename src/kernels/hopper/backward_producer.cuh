@@ -226,7 +226,7 @@ struct BackwardProducer {
       }
 #pragma unroll 1
       for (int tile = task.first_tile; tile < tiles; ++tile, parity ^= 1) {
-        const int begin = tile & ~1, end = min(begin + 2, own);
+        const int begin = tile & ~1, end = task.pair_end(tile, own);
         unsigned* const told = turns + first + 2 * begin;
         const bool opens = turns && tile < own && (tile == task.first_tile || tile == begin);
         if (opens) {

@@ -13,6 +13,7 @@ import pytest
 
 import longspan
 from longspan import _longspan
+from longspan._patterns import compiled
 
 torch = pytest.importorskip("torch")
 
@@ -112,6 +113,42 @@ def test_local_ring_masks_dropout_and_rounds():
     rounds = RingDilatedAttention(SEGMENTS, RATES, ring_size=3, halo_limit_bytes=4000)
     torch.testing.assert_close(rounds(q, k, v), DilatedAttention(SEGMENTS, RATES)(q, k, v), rtol=1e-5, atol=1e-6)
     assert rounds.monitor.last_forward.rounds > 1
+
+
+def test_second_derivative_is_refused():
+    q, k, v = (torch.randn(1, 90, 3, 8, requires_grad=True) for _ in range(3))
+    module = RingDilatedAttention(SEGMENTS, RATES, ring_size=2)
+    (grad,) = torch.autograd.grad(module(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(longspan.Unsupported, match="first derivatives"):
+        (q.sum() + grad.sum()).backward()
+
+
+def test_a_second_backward_fetches_what_the_first_has_released():
+    q, k, v = (torch.randn(1, 150, 6, 8, requires_grad=True) for _ in range(3))
+    module = RingDilatedAttention(SEGMENTS, RATES, ring_size=3)
+    out = module(q, k, v)
+    received, grads = [module.monitor.bytes_received], []
+    for _ in range(2):
+        grads.append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True))
+        received.append(module.monitor.bytes_received)
+        assert all(call.halo is None for call in out.grad_fn.calls)
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+    forward, first, second = received[0], received[1] - received[0], received[2] - received[1]
+    assert forward > 0 and second == first + forward
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rings_follow_torchs_deterministic_algorithms(deterministic, monkeypatch):
+    made = []
+    monkeypatch.setattr(ring_module, "compiled", lambda *settings: made.append(settings) or compiled(*settings))
+    q = torch.randn(1, 90, 3, 8)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        RingDilatedAttention(SEGMENTS, RATES, ring_size=2)(q, q, q)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert {settings[5] for settings in made} == {deterministic}
 
 
 def test_bad_arguments_are_named():

@@ -9,6 +9,7 @@ import longspan
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import longspan.torch as lt
@@ -127,6 +128,27 @@ def test_second_derivative_is_refused(calls):
     (grad,) = torch.autograd.grad(lt.attention(query, key, value).sum(), query, create_graph=True)
     with pytest.raises(longspan.Unsupported, match="first derivatives"):
         grad.sum().backward()
+
+
+def test_observers_that_come_with_the_backward_alone(calls):
+    query, key, value = tensors()
+    out = lt.attention(query, key, value, PATTERN)
+    grads = torch.randn(3, *out.shape)
+    want = [torch.autograd.grad(out, (query, key, value), grad, retain_graph=True) for grad in grads]
+    together = torch.autograd.grad(out, (query, key, value), grads, retain_graph=True, is_grads_batched=True)
+    for mine, theirs in zip(together, zip(*want)):
+        torch.testing.assert_close(mine, torch.stack(theirs))
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watching():
+        mine = torch.autograd.grad(out, (query, key, value), grads[0])
+    assert torch.ops.longspan.attention_backward.default in seen
+    torch.testing.assert_close(mine, want[0])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -175,6 +175,7 @@ _observers = tuple(
     for name in ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state")
 ) + (getattr(torch.autograd, "_profiler_enabled", lambda: True),)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_has_storage = getattr(torch._C, "_has_storage", lambda tensor: True)  # batches of gradients have none
 
 
 class _RawCalls:
@@ -184,7 +185,7 @@ class _RawCalls:
     def mode(query: Tensor, key: Tensor, value: Tensor) -> int:
         """0: through the dispatcher, 1: past it, 2: past it, recording gradients."""
         for tensor in (query, key, value):
-            if type(tensor) not in _PLAIN_TYPES or not (tensor.is_cpu or tensor.is_cuda):
+            if type(tensor) not in _PLAIN_TYPES or not (tensor.is_cpu or tensor.is_cuda) or not _has_storage(tensor):
                 return 0
         if torch.is_autocast_enabled(query.device.type) or any(observes() for observes in _observers):
             return 0
@@ -347,7 +348,8 @@ class _Eager(torch.autograd.Function):
             if grad_lse is None:
                 return (None,) * 6
             grad_out = torch.zeros_like(out)
-        if torch.is_grad_enabled():  # with create_graph the registered operator says what it cannot do
+        # What observes may come with the backward alone, and with create_graph the registered operator refuses.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _calls.mode(grad_out, query, value) != 1:
             settings = _settings(operator, data)
             return *_backward_op(grad_out, grad_lse, query, key, value, out, lse, *settings), None, None, None
         try:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._errors import CommError, InvalidArgument, renamed
+from .._errors import CommError, InvalidArgument, Unsupported, renamed
 from .._longspan import Pattern, Ring, RingHalo, Shards, local_ring
 from .._patterns import compiled
 from .dilated import DilatedAttention
@@ -176,7 +176,15 @@ class _RingFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, _grad_lse):
-        query, key, value, out, lse = ctx.saved_tensors
+        return *_RingGradients.apply(grad_out, *ctx.saved_tensors, ctx), None, None, None, None, None
+
+
+class _RingGradients(torch.autograd.Function):
+    """A function of its own, so that who differentiates gradients (create_graph) hears that there is nothing more."""
+
+    @staticmethod
+    def forward(_, grad_out, query, key, value, out, lse, ctx):
+        """ctx: that of the forward."""
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
@@ -201,7 +209,13 @@ class _RingFunction(torch.autograd.Function):
         except BaseException:
             ctx.forget()
             raise
-        return *grads, None, None, None, None, None
+        for call in ctx.calls:
+            call.halo = None  # a second backward, on every rank, fetches again
+        return tuple(grads)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise Unsupported("attention over a ring has first derivatives only: call backward without create_graph")
 
 
 class RingCalls:
@@ -266,8 +280,8 @@ class RingCalls:
         if key not in self._rings:
             if len(self._rings) >= 64:
                 self._rings.clear()
-            pattern, causal, scale, dropout = settings
-            operator = compiled(pattern, causal, scale, None, dropout, False, False, False, "")
+            pattern, causal, scale, dropout, deterministic = settings
+            operator = compiled(pattern, causal, scale, None, dropout, deterministic, False, False, "")
             self._rings[key] = Ring(operator, communicator, shards, self.deadline, self.halo_limit_bytes)
         return self._rings[key]
 
@@ -326,7 +340,7 @@ class RingCalls:
             if dropout:
                 extras["seed"] = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64))
             ranks = [(self._local[rank], rank, shards.ranges(rank) or [(0, 0)]) for rank in range(local)]
-        settings = (pattern(shards.tokens), bool(causal), scale, dropout)
+        settings = (pattern(shards.tokens), bool(causal), scale, dropout, torch.are_deterministic_algorithms_enabled())
         calls = [_RankCall(self._ring(settings, one, index, shards), rows) for one, index, rows in ranks]
         keep = not self.use_checkpointing and torch.is_grad_enabled()
         return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor, self.clear_cache)[0]

@@ -12,6 +12,7 @@
 #   backward   longspan_gpu_bench --backward-only, deterministic calls too; errors beside PyTorch's kernels
 #   profile    Nsight Compute on three forwards and three backwards
 #   modules    python -m longspan.bench at 131,072 tokens
+#   lm         python -m longspan.bench lm: a training step, compiled too
 #   peers      bench/gpu_vs_torch.py, the kernels chosen and the portable ones alone
 #   blocks     bench/gpu_vs_torch.py --block-sparse
 # The first four run side by side, several processes each; what measures runs alone. Logs go to RESULTS/logs, and
@@ -23,7 +24,7 @@ programs=$(cd "${1:?folder with the built programs}" && pwd)
 mkdir -p "${2:?folder for results}/logs"
 results=$(cd "$2" && pwd)
 shift 2
-steps=${*:-tests python check sanitizer bench backward profile modules peers blocks}
+steps=${*:-tests python check sanitizer bench backward profile modules lm peers blocks}
 logs=$results/logs
 failed=$logs/failed
 : >"$failed"
@@ -118,6 +119,10 @@ step_profile() {
 step_modules() {
   wait
   run modules 150 python3 -m longspan.bench module encoder overhead --device cuda --tokens 131072 --out "$logs"
+}
+step_lm() {
+  wait
+  run lm 150 python3 -m longspan.bench lm --device cuda --compiled --out "$results" && mv "$results/gpu_torch_lm.json" "$results/h200_torch_lm.json"
 }
 step_peers() {
   wait

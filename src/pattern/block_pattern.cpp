@@ -268,6 +268,7 @@ BlockMask BlockPattern::make(const std::optional<BlockMask>& custom, std::int64_
     auto& part = parts[static_cast<std::size_t>(chunk)];
     const std::int64_t end = std::min((chunk + 1) * kRowsPerChunk, all_rows);
     for (std::int64_t row = chunk * kRowsPerChunk; row < end; ++row) {
+      if (row % kRowsPerChunk == 1 && part.size() < 4096) part.reserve(part.size() * (kRowsPerChunk + 4));  // rows are mostly alike
       makers[static_cast<std::size_t>(worker)].append(terms_, custom, row / blocks, row % blocks, part);
       offsets[static_cast<std::size_t>(row + 1)] = static_cast<std::int64_t>(part.size());
     }

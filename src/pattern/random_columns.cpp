@@ -142,8 +142,10 @@ std::uint64_t key_of_rank(std::span<const std::uint64_t> keys, std::size_t rank,
   const int shift = 32 + std::max(0, static_cast<int>(std::bit_width(limit)) - static_cast<int>(std::bit_width(keys.size())));
   counts.assign((static_cast<std::uint64_t>(limit) << 32 >> shift) + 1, 0);
   for (const std::uint64_t key : keys) ++counts[key >> shift];
-  std::uint64_t bucket = 0;
-  while (rank >= counts[bucket]) rank -= counts[bucket++];
+  // From the top, where fewer lie beyond the rank.
+  std::size_t bucket = counts.size() - 1, before = keys.size() - counts[bucket];
+  while (before > rank) before -= counts[--bucket];
+  rank -= before;
   std::vector<std::uint64_t> inside;
   for (const std::uint64_t key : keys) {
     if (key >> shift == bucket) inside.push_back(key);
@@ -168,8 +170,8 @@ void ColumnDrawer::draw(std::uint64_t seed, std::int64_t row, std::int64_t head,
       HWY_DYNAMIC_DISPATCH(multiply_columns)(seed, static_cast<std::uint32_t>(head), static_cast<std::int64_t>(products_.size() - kMostLanes), products_.data());
       found_.resize(products_.size());
     }
-    // A few more than needed are below this limit; seldom it has to be raised.
-    double wanted = static_cast<double>(count) + 4 * std::sqrt(static_cast<double>(count)) + 8;
+    // A few more than needed are below this limit: one row in two hundred has to raise it.
+    double wanted = static_cast<double>(count) + 2.6 * std::sqrt(static_cast<double>(count)) + 4;
     std::size_t hits = 0;
     std::uint32_t limit = 0;
     for (;; wanted *= 2) {

@@ -150,6 +150,25 @@ TEST(PlanCache, HitsMissesAndBound) {
   plan_cache::set_limit_bytes(std::size_t{64} << 20);
 }
 
+/// Else a mask larger than the cache would be made again by every call.
+TEST(PlanCache, KeepsTheNewestHoweverLarge) {
+  plan_cache::clear();
+  const Attention attention(Pattern::block_sparse(BlockPattern::local_window(64, 16)));
+  const auto first = attention.plan(problem_of(4000, 2));
+  const std::size_t limit = plan_cache::statistics().limit_bytes;
+  plan_cache::set_limit_bytes(1);
+  EXPECT_EQ(plan_cache::statistics().entries, 0u);
+  for (const std::int64_t tokens : {4000, 5000}) {
+    const auto plan = attention.plan(problem_of(tokens, 2));
+    EXPECT_EQ(attention.plan(problem_of(tokens, 2)), plan);
+    EXPECT_EQ(plan_cache::statistics().entries, 1u);
+  }
+  plan_cache::set_limit_bytes(0);
+  EXPECT_NE(attention.plan(problem_of(4000, 2)), attention.plan(problem_of(4000, 2)));
+  EXPECT_EQ(plan_cache::statistics().bytes, 0u);
+  plan_cache::set_limit_bytes(limit);
+}
+
 TEST(PlanCache, ManyThreadsShareIt) {
   plan_cache::clear();
   const Attention attention(Pattern::dense());

@@ -165,7 +165,7 @@ struct PlanCacheStatistics {
   std::size_t limit_bytes = 0;
 };
 
-/// The process-wide cache of plans: least recently used goes first, bounded in bytes, safe from any thread.
+/// The process-wide cache of plans: least recently used goes first, bounded in bytes (0: no plans; else the newest stays), safe from any thread.
 namespace plan_cache {
 LONGSPAN_API PlanCacheStatistics statistics();
 LONGSPAN_API void clear();

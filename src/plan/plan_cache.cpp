@@ -1,5 +1,8 @@
-// Least recently used plans go first; hits allocate nothing.
+// Least recently used plans go first, the newest stays however large it is; hits allocate nothing. Plans end without
+// the lock: freeing what a mask has on a GPU waits for that GPU.
 #include "plan/plan_cache.h"
+
+#include <algorithm>
 
 #include "util/hash.h"
 
@@ -55,12 +58,13 @@ std::shared_ptr<const Plan> PlanCache::get(const std::shared_ptr<const PlanSpeci
     ++statistics_.misses;
   }
   auto plan = compile(*specification, problem);
+  Entries evicted;
   const std::lock_guard lock(mutex_);
   // Another thread may have been faster; its plan is as good.
   if (auto existing = find(hash, *specification, problem)) return existing;
+  if (statistics_.limit_bytes == 0) return plan;
   const std::size_t bytes = plan->bytes() + sizeof(Entry);
-  if (bytes > statistics_.limit_bytes) return plan;
-  evict_to(statistics_.limit_bytes - bytes);
+  evicted = evict_to(statistics_.limit_bytes - std::min(bytes, statistics_.limit_bytes));
   entries_.push_front({hash, specification, problem, plan, bytes});
   index_.emplace(hash, entries_.begin());
   statistics_.bytes += bytes;
@@ -68,7 +72,8 @@ std::shared_ptr<const Plan> PlanCache::get(const std::shared_ptr<const PlanSpeci
   return plan;
 }
 
-void PlanCache::evict_to(std::size_t limit) {
+PlanCache::Entries PlanCache::evict_to(std::size_t limit) {
+  Entries evicted;
   while (statistics_.bytes > limit && !entries_.empty()) {
     const auto last = std::prev(entries_.end());
     const auto [begin, end] = index_.equal_range(last->hash);
@@ -80,9 +85,10 @@ void PlanCache::evict_to(std::size_t limit) {
     }
     statistics_.bytes -= last->bytes;
     ++statistics_.evictions;
-    entries_.erase(last);
+    evicted.splice(evicted.begin(), entries_, last);
   }
   statistics_.entries = entries_.size();
+  return evicted;
 }
 
 PlanCacheStatistics PlanCache::statistics() const {
@@ -91,16 +97,18 @@ PlanCacheStatistics PlanCache::statistics() const {
 }
 
 void PlanCache::clear() {
+  Entries evicted;
   const std::lock_guard lock(mutex_);
-  entries_.clear();
+  evicted.swap(entries_);
   index_.clear();
   statistics_.bytes = statistics_.entries = 0;
 }
 
 void PlanCache::set_limit_bytes(std::size_t limit) {
+  Entries evicted;
   const std::lock_guard lock(mutex_);
   statistics_.limit_bytes = limit;
-  evict_to(limit);
+  evicted = evict_to(limit);
 }
 
 namespace plan_cache {

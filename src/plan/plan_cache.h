@@ -41,7 +41,8 @@ class PlanCache {
   using Entries = std::list<Entry>;
 
   std::shared_ptr<const Plan> find(std::uint64_t hash, const PlanSpecification& specification, const Problem& problem);
-  void evict_to(std::size_t limit);
+  /// Takes out entries until the rest has `limit` bytes. For a caller that destroys them without the lock.
+  Entries evict_to(std::size_t limit);
 
   mutable ForkSafeMutex mutex_;
   Entries entries_;  // most recently used first

@@ -1,6 +1,6 @@
 // Backward on matrix units: one block per tile of keys of one strand, looping over the queries that attend to it.
-//   a warp   16 * kRowTiles keys; S^T = K Q^T and dP^T = V dO^T for some queries at a time, so that P^T and dS^T are,
-//   packed,
+//   a warp   16 * kRowTiles keys; S^T = K Q^T and dP^T = V dO^T for some queries
+//            at a time, so that P^T and dS^T are, packed,
 //            the A operands of dV and dK. Where dK and dV of a warp's keys do not fit its registers, kSplit warps share
 //            the keys: each computes a part of the queries of P^T and dS^T, which then go through shared memory, and
 //            sums up a part of the columns

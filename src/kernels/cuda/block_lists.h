@@ -2,13 +2,13 @@
 // a tile is `tile_rows` queries and the list names key blocks; backward (by keys) a tile is `tile_rows` keys and the
 // list names block rows of queries. Tiles lie on a grid anchored at the strand's start, whatever the query range;
 // blocks count rows of the strand, so one set of lists serves all segments.
-//   tile_rows >= block size   the tile's blocks, up to 16, share a list: an entry is a block that any of them meets,
-//   and
-//                             its bits say which of them do
+//   tile_rows >= block size   the tile's blocks, up to 16, share a list: an entry is a block
+//                             that any of them meets, and its bits say which
+//                             of them do
 //   tile_rows < block size    tiles inside one block have places of their own that name the same entries
-//   full, then partial        entries [0, full) of a list need no mask inside: all blocks of the tile meet them, and
-//   they
-//                             are off the diagonal if causal. From `full` on bits and causality count. Both parts
+//   full, then partial        entries [0, full) of a list need no mask inside: all blocks of the tile
+//                             meet them, and they are off the diagonal if causal.
+//                             From `full` on bits and causality count. Both parts
 //                             ascend; causal lists hold nothing beyond the diagonal. What a strand's end cuts short is
 //                             not marked, since strands differ: it can only be the block that holds row strand.count.
 //   forward                   place p is tile p

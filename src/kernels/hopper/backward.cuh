@@ -1,13 +1,13 @@
 // Backward on Hopper: one block for each multiprocessor, which takes items (a tile of 128 keys of one strand) until
 // none is left and loops over the queries that see them.
-//   producer   a warp group with few registers: one warp loads Q, dO, K, V and row values by the copy engine, one
-//   thread
+//   producer   a warp group with few registers: one warp loads Q, dO, K, V and row values
+//              by the copy engine, one thread
 //              looks up items, two let the copy engine add dQ to memory
-//   consumers  two warp groups of 64 keys (heads over 128: the same keys, half of the columns each). S^T = K Q^T and
-//   dP^T = V dO^T, so that P and dS are, packed, the A operands of
+//   consumers  two warp groups of 64 keys (heads over 128: the same keys, half of the columns each).
+//              S^T = K Q^T and dP^T = V dO^T, so that P and dS are, packed, the A operands of
 //              dV += P^T dO and dK += dS^T Q in registers; only dS goes through shared memory, for dQ = dS K
-//   order      [S] mask, dP under the exponentials, dS, dV, dK, barrier of both groups, dQ, the next tile's S; dQ goes
-//   to
+//   order      [S] mask, dP under the exponentials, dS, dV, dK, barrier of both groups, dQ,
+//              the next tile's S; dQ goes to
 //              shared memory while S runs, and from there by the copy engine, which adds, under the next exponentials
 // What limits this is the bandwidth of shared memory: see docs/hopper_backward.md.
 #pragma once

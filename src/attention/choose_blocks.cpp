@@ -129,6 +129,7 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
     std::sort(order.begin(), order.begin() + kept);
     std::copy(order.begin(), order.begin() + kept, columns.begin() + offsets[static_cast<std::size_t>(row)]);
   });
+  if (problem.batch == 0) return *plan.branches()[branch].mask;  // what keeps nothing
   return BlockMask::from_lists(static_cast<int>(size), problem.batch * heads, blocks, std::move(offsets), std::move(columns));
 }
 

@@ -52,6 +52,9 @@ class DeviceTensor {
     return {const_cast<void*>(view_.data), view_.dtype, view_.device, view_.sizes, view_.strides};
   }
   void poison() const { cudaMemset(buffer_.data(), 0xFF, static_cast<std::size_t>(bytes_)); }
+  void upload(const Tensor& host) const {
+    cudaMemcpy(buffer_.data(), host.view().data, static_cast<std::size_t>(bytes_), cudaMemcpyHostToDevice);
+  }
   void download(Tensor& host) const {
     cudaMemcpy(host.view().data, view_.data, static_cast<std::size_t>(bytes_), cudaMemcpyDeviceToHost);
   }

@@ -265,6 +265,28 @@ TYPED_TEST_P(BlockSparse, AdaptiveChoosesWhatItsDefinitionSays) {
   }
 }
 
+// Each branch chooses for its own heads, as it would alone.
+TYPED_TEST_P(BlockSparse, AdaptiveBranchesChooseApart) {
+  for (const bool causal : {false, true}) {
+    const BlockPattern masks[] = {BlockPattern::adaptive(0.1, 16), BlockPattern::adaptive(0.3, 16)};
+    const Pattern both = Pattern::dilated({kWholeSequence, kWholeSequence}, {1, 1});
+    const Case c(both.with_mask(0, masks[0]).with_mask(1, masks[1]), causal_if(causal), {2, 400, 4, 2, 16}, DType::bf16);
+    Case fixed = c;
+    fixed.pattern = both;
+    for (std::size_t branch = 0; branch < 2; ++branch) {
+      Case alone = c;
+      alone.pattern = Pattern::block_sparse(masks[branch]);
+      fixed.pattern = fixed.pattern.with_mask(branch, TypeParam::adaptive(alone));
+    }
+    const reference::Expectation want = fixed.expected();
+    const Results got = TypeParam::run(c);
+    for (const auto& [tensor, expected] : {std::pair{&got.out, &want.out}, {&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
+      const auto comparison = reference::compare(tensor->view(), *expected);
+      EXPECT_TRUE(comparison.ok()) << comparison.worst;
+    }
+  }
+}
+
 TYPED_TEST_P(BlockSparse, AdaptiveNanRanksLastAndTiesGoToLowerColumns) {
   Case c(Pattern::block_sparse(BlockPattern::adaptive(0.5, 16)), {}, {1, 64, 1, 1, 8});
   for (std::int64_t row = 0; row < 16; ++row) c.k.set(0, row, 0, 0, std::nan(""));
@@ -350,7 +372,7 @@ TYPED_TEST_P(BlockSparse, ReceivedIsTheSumOfColumns) {
 REGISTER_TYPED_TEST_SUITE_P(BlockSparse, BlocksOf16MatchReference, BlocksOf32MatchReference, BlocksOf64MatchReference, BlocksOf128MatchReference,
                             AllOptionsAtOnce, QueryRanges, RandomMasks, EarlierBugSoftmaxPerBlock, EarlierBugIgnoredCausality,
                             EarlierBugEntriesDependOnBatchMates, MasksOfStrandsMatchReference, AdaptiveChoosesWhatItsDefinitionSays,
-                            AdaptiveNanRanksLastAndTiesGoToLowerColumns, KeepingEverythingIsDense, InspectedBlocksSumToOneAndGiveTheOutput,
+                            AdaptiveBranchesChooseApart, AdaptiveNanRanksLastAndTiesGoToLowerColumns, KeepingEverythingIsDense, InspectedBlocksSumToOneAndGiveTheOutput,
                             ReceivedIsTheSumOfColumns);
 
 }  // namespace longspan::testing

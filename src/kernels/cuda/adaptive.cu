@@ -16,12 +16,14 @@ namespace {
 constexpr int kThreads = 256, kLanes = 32, kWarps = kThreads / kLanes;
 constexpr int kMostRows = 16, kFewRows = 4;  // block rows that share what they read of key means
 
+/// Shared memory is asked for up to `most_shared`, the device's most, by every call alike: a thread that asked for less
+/// would take from another what that one has just asked for.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int shared_bytes, cudaStream_t stream,
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int shared_bytes, int most_shared, cudaStream_t stream,
                    const Arguments&... arguments) {
   constexpr int kAlways = 48 * 1024;  // what needs no asking
   if (shared_bytes > kAlways) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
     if (error != cudaSuccess) return error;
   }
   kernel<<<grid, kThreads, static_cast<std::size_t>(shared_bytes), stream>>>(arguments...);
@@ -36,7 +38,7 @@ struct Choice {
   std::uint32_t* bits;  // [mask head][block row][word]
 };
 
-/// Rows that lengths and key_mask leave of a block, summed over columns; NaN where none are left.
+/// Mean of the rows that lengths and key_mask leave of a block, column by column; NaN where none are left.
 template <class T>
 __global__ void __launch_bounds__(kThreads) block_means(const __grid_constant__ Launch a, Choice c, int lanes) {
   __shared__ float sums[kThreads][8];
@@ -316,12 +318,13 @@ cudaError_t choose_adaptive(const Launch& all, const AdaptiveShape& shape, int b
   const auto heads = static_cast<unsigned>(all.heads), batch = static_cast<unsigned>(all.batch);
   const dim3 means(static_cast<unsigned>(shape.blocks), heads + static_cast<unsigned>(all.kv_heads), batch);
   const cudaError_t error =
-      with_storage(dtype, [&]<class T>() { return launch(&block_means<T>, means, 0, stream, all, choice, lanes); });
+      with_storage(dtype, [&]<class T>() { return launch(&block_means<T>, means, 0, 0, stream, all, choice, lanes); });
   if (error != cudaSuccess) return error;
   const auto fits = [&](int rows, int bytes) { return row_bytes(rows, shape.blocks, all.columns) <= bytes; };
   const auto run = [&]<int kRows>() {
     const dim3 grid(static_cast<unsigned>((shape.blocks + kRows - 1) / kRows), heads, batch);
-    return launch(&choose_rows<kRows>, grid, row_bytes(kRows, shape.blocks, all.columns), stream, all, choice);
+    const int bytes = row_bytes(kRows, shape.blocks, all.columns);
+    return launch(&choose_rows<kRows>, grid, bytes, shared_bytes, stream, all, choice);
   };
   if (fits(kMostRows, shared_bytes / 2)) return run.operator()<kMostRows>();  // two thread blocks to a multiprocessor
   return fits(kFewRows, shared_bytes) ? run.operator()<kFewRows>() : run.operator()<1>();
@@ -362,7 +365,7 @@ cudaError_t adaptive_lists(const Launch& all, const AdaptiveShape& shape, int br
   if (error != cudaSuccess || job.groups == 0) return error;
   const dim3 grid(static_cast<unsigned>((job.groups + kWarps - 1) / kWarps), static_cast<unsigned>(all.heads),
                   static_cast<unsigned>(all.batch));
-  return launch(&list_tiles, grid, 0, stream, all, job);
+  return launch(&list_tiles, grid, 0, 0, stream, all, job);
 }
 
 }  // namespace longspan::cuda

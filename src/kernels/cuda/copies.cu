@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(kThreads) copy(const From* from, To* to, Index
                           column * index.from[3]];
   To& target = to[entry * index.to[0] + row * index.to[1] + head * index.to[2] + column * index.to[3]];
   if constexpr (std::is_same_v<From, To>) target = value;
+  else if constexpr (std::is_same_v<From, double>) target = static_cast<float>(value);
   else target = as_float(value);
 }
 
@@ -57,6 +58,7 @@ cudaError_t start_copy(const ConstTensorView& from, const TensorView& to, cudaSt
 }  // namespace
 
 cudaError_t copy_as_float(const ConstTensorView& from, const TensorView& to, cudaStream_t stream) {
+  if (from.dtype == DType::f64) return start_copy<double, float>(from, to, stream);
   return with_storage(from.dtype, [&]<class T>() { return start_copy<T, float>(from, to, stream); });
 }
 

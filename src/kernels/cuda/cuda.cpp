@@ -16,6 +16,7 @@ namespace longspan::cuda {
 namespace {
 
 constexpr int kOldestCompute = 80;
+constexpr std::int64_t kMostInGrid = 65535;  // thread blocks in y and z
 
 struct Machine {
   std::vector<DeviceFacts> devices;
@@ -75,8 +76,14 @@ Verdict fits(const Plan& plan) {
     return no("takes up to {} branches, the pattern has {}", kMaxBranches, plan.branches().size());
   const int shared_bytes = found[static_cast<std::size_t>(problem.device.index)].shared_bytes;
   for (const BranchPlan& branch : plan.branches()) {
+    if (branch.adaptive_density == 0) continue;
+    if (problem.batch > kMostInGrid || problem.heads + problem.kv_heads > kMostInGrid)
+      return no(
+          "chooses blocks of up to {} batch entries, and as many heads of queries and keys, here are {} and {}: "
+          "pass fewer at a time",
+          kMostInGrid, problem.batch, problem.heads + problem.kv_heads);
     const int most = most_adaptive_blocks(shared_bytes, static_cast<int>(problem.head_dim));
-    if (branch.adaptive_density > 0 && branch.mask->blocks() > most)
+    if (branch.mask->blocks() > most)
       return no("chooses from up to {} blocks on {}, here are {}: use larger blocks", most, to_string(problem.device),
                 branch.mask->blocks());
   }

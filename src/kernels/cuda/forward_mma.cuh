@@ -339,6 +339,12 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
         tile.raise(m, half, fmaxf(tile.largest[m][half], 0.0f));
         sum += static_cast<float>(padding) * fast_exp2(-tile.largest[m][half]);
       }
+      if constexpr (kLists) {  // without keys: values that only other rows of the tile see may be NaN, times 0 they are
+        if (sum == 0.0f) {
+#pragma unroll
+          for (int n = 0; n < kColumns / 8; ++n) tile.out[m][n][2 * half] = tile.out[m][n][2 * half + 1] = 0.0f;
+        }
+      }
       const int row = done + thread_row + 16 * m + 8 * half;
       const bool unfinished =
           a.merges && row < rows && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count);

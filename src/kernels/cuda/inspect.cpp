@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "kernels/cuda/adaptive.h"
+#include "kernels/cuda/call.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/kernels.h"
@@ -43,32 +44,22 @@ ConstTensorView download(const ConstTensorView& view, std::vector<std::byte>& me
 
 BlockMask chosen_blocks(const Plan& plan, std::size_t branch, const ConstTensorView& q, const ConstTensorView& k,
                         const Call& call, std::span<const RowRange> ranges) {
-  const Problem& problem = plan.problem();
-  const int device = problem.device.index;
-  if (device < 0 || device >= static_cast<int>(devices().size()))
-    throw Unsupported(devices().empty()
-                          ? why_none()
-                          : fmt::format("{}: this machine has {} GPUs", to_string(problem.device), devices().size()));
-  const int most = most_adaptive_blocks(devices()[static_cast<std::size_t>(device)].shared_bytes,
-                                        static_cast<int>(problem.head_dim));
-  if (problem.dtype == DType::f64 || problem.head_dim % 8 != 0 || plan.branches()[branch].mask->blocks() > most) {
-    throw Unsupported(
-        fmt::format("adaptive blocks on {}: 16-bit types and f32, head dims that are multiples of 8 and up to {} "
-                    "blocks can be chosen "
-                    "there, here are {} of {} and {} blocks",
-                    to_string(problem.device), most, name_of(problem.dtype), problem.head_dim,
-                    plan.branches()[branch].mask->blocks()));
-  }
+  if (const Verdict verdict = fits(plan); !verdict.ok)
+    throw Unsupported(fmt::format("adaptive blocks: the GPU engine {}", verdict.reason));
+  const AdaptiveShape shape = adaptive_shape(plan, plan.branches()[branch]);
+  if (shape.mask_heads == 0) return *plan.branches()[branch].mask;  // no entries: what keeps nothing
+  const int device = plan.problem().device.index;
   const DeviceGuard guard(device);
   const Workspace space = layout(plan, Pass::forward, false);
   const DeviceLease lease(device, call.stream, space.total);
-  for_each_launch(ForwardArguments{plan, call, ranges, q, k, k, {}, {}, 1, lease.data()}, {}, false, [](Launch&) {});
+  const ForwardArguments arguments{plan, call, ranges, q, k, k, {}, {}, 1, lease.data()};
+  check_pointers(arguments);
+  for_each_launch(arguments, {}, false, [](Launch&) {});
   std::size_t offset = space.adaptive;
   for (std::size_t b = 0; b < branch; ++b) {
     if (plan.branches()[b].adaptive_density > 0)
       offset += AdaptivePlaces(adaptive_shape(plan, plan.branches()[b])).total;
   }
-  const AdaptiveShape shape = adaptive_shape(plan, plan.branches()[branch]);
   std::vector<std::uint32_t> bits(static_cast<std::size_t>(shape.mask_heads) * static_cast<std::size_t>(shape.blocks) *
                                   static_cast<std::size_t>(shape.words()));
   const auto stream = static_cast<cudaStream_t>(call.stream);

@@ -2,6 +2,7 @@
 #include "kernels/cuda/mask_lists.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <limits>
 #include <mutex>
@@ -12,6 +13,7 @@
 namespace longspan::cuda {
 namespace {
 
+std::atomic<std::uint64_t> uploads{0};
 constexpr std::int64_t kShortList = 4096;  // rows that one item takes without anyone noticing
 
 /// Graph capture forbids allocations and copies beside it, unless they are said to have nothing to do with it.
@@ -132,6 +134,7 @@ std::shared_ptr<const void> upload(const BlockMask& mask, const ListShape& shape
   if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
   cudaStreamDestroy(stream);
   check(status, "copying block lists to the GPU");
+  ++uploads;
   uploaded->lists = view_of(host, mask, shape, reinterpret_cast<const BlockPlace*>(data),
                             reinterpret_cast<const std::int32_t*>(data + places),
                             reinterpret_cast<const std::uint16_t*>(data + places + blocks));
@@ -204,6 +207,8 @@ bool has_long_columns(const BlockMask& mask) {
   });
   return *static_cast<const bool*>(found.get());
 }
+
+std::uint64_t lists_uploaded() { return uploads.load(); }
 
 BlockLists lists_of(const BlockMask& mask, const ListShape& shape, int device, bool captured) {
   const std::uint64_t key = static_cast<std::uint64_t>(device) << 32 |

@@ -40,4 +40,7 @@ bool has_long_columns(const BlockMask& mask);
 /// The lists of a mask on the current GPU. `captured`: a graph will read them, so they stay until the process ends.
 BlockLists lists_of(const BlockMask& mask, const ListShape& shape, int device, bool captured);
 
+/// How many lists this process has copied to GPUs.
+std::uint64_t lists_uploaded();
+
 }  // namespace longspan::cuda

@@ -346,9 +346,14 @@ bool covers_everything(const Plan& plan) {
 
 bool splits_lists(const Plan& plan) {
   if (plan.options().deterministic) return false;
-  return std::any_of(plan.branches().begin(), plan.branches().end(), [](const BranchPlan& branch) {
-    return branch.mask && (branch.adaptive_density > 0 || has_long_columns(*branch.mask));
-  });
+  // A cached plan has to answer as the plan of a call does, so masks that calls make count as long ones.
+  for (std::size_t b = 0; b < plan.branches().size(); ++b) {
+    const BranchPlan& branch = plan.branches()[b];
+    const auto& blocks = plan.pattern().branches()[b].mask;
+    const bool drawn = plan.problem().has_lengths && blocks && blocks->depends_on_length(plan.options().causal);
+    if (branch.mask && (branch.adaptive_density > 0 || drawn || has_long_columns(*branch.mask))) return true;
+  }
+  return false;
 }
 
 bool sums_keys(const Plan& plan, std::size_t ranges) {
@@ -373,10 +378,10 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix) {
   const std::size_t keys =
       batch * static_cast<std::size_t>(problem.kv_heads) * static_cast<std::size_t>(problem.tokens);
   if (problem.has_lengths) take(space.lengths, batch * sizeof(std::int64_t));
+  space.adaptive = space.total;
   for (const BranchPlan& branch : plan.branches()) {  // one after the other
     std::size_t offset = 0;
     if (branch.adaptive_density > 0) take(offset, AdaptivePlaces(adaptive_shape(plan, branch)).total);
-    if (space.adaptive == 0) space.adaptive = offset;
   }
   if (pass == Pass::forward) {
     if (!matrix || !plan.merges_branches()) return space;

@@ -43,16 +43,16 @@ std::uint64_t checksum(const std::byte* data, std::size_t bytes) {
   return sum;
 }
 
-/// Ends the exchange. Buffers that the transport may still touch live on until the process ends.
+/// Ends the exchange. Memory that the transport may still touch lives on until the process ends.
 void MessageStep::give_up() noexcept {
   active_ = false;
   communicator_.abort();
   if (!communicator_.keeps_buffers()) return;
   static std::mutex mutex;
-  static auto* const parked = new std::vector<std::shared_ptr<void>>;
+  static auto* const parked = new std::vector<std::shared_ptr<const void>>;
   const std::lock_guard lock(mutex);
   for (const auto& list : {sends_, receives_}) {
-    for (const MessageBuffer& buffer : list) parked->push_back(buffer.memory_);
+    for (const MessageBuffer& buffer : list) parked->push_back(buffer.travelling());
   }
 }
 

@@ -44,39 +44,47 @@ struct MessagePlace {
 class MessageBuffer {
  public:
   MessageBuffer(int peer, std::size_t payload_bytes, const MessagePlace& place)
-      : peer_(peer), bytes_(payload_bytes), place_(place), memory_(std::make_shared<Memory>(payload_bytes, place)) {}
+      : peer_(peer),
+        bytes_(payload_bytes),
+        place_(place),
+        host_(std::make_shared<HostMemory>(payload_bytes, place)),
+        rows_(std::make_shared<DeviceLease>(
+            place.device.index, place.stream,
+            !place.on_gpu() ? 0 : payload_bytes + (place.staged ? 1 : sizeof(MessageHeader)))) {}
   int peer() const { return peer_; }
   std::size_t bytes() const { return bytes_; }
   std::size_t whole_bytes() const { return sizeof(MessageHeader) + bytes_; }
   const MessagePlace& place() const { return place_; }
   /// Where the rows are, on the device of the tensors.
-  std::byte* payload() const { return place_.staged ? memory_->rows.data() : data() + sizeof(MessageHeader); }
+  std::byte* payload() const { return place_.staged ? rows_->data() : data() + sizeof(MessageHeader); }
   /// What travels, and whose memory that is.
-  std::byte* data() const { return travels_on_gpu() ? memory_->rows.data() : host(); }
+  std::byte* data() const { return travels_on_gpu() ? rows_->data() : host(); }
   Device device() const { return travels_on_gpu() ? place_.device : Device{}; }
   bool travels_on_gpu() const { return place_.on_gpu() && !place_.staged; }
   MessageHeader& header() const { return *reinterpret_cast<MessageHeader*>(host()); }
   /// The payload on the host, where it is there.
   std::byte* host_payload() const { return host() + sizeof(MessageHeader); }
+  /// The memory that a transport is given, for whoever must keep it.
+  std::shared_ptr<const void> travelling() const {
+    if (travels_on_gpu()) return rows_;
+    return host_;
+  }
 
  private:
-  struct Memory {
-    Memory(std::size_t bytes, const MessagePlace& place)
-        : host(place.on_gpu() ? 0 : sizeof(MessageHeader) + bytes),
-          pinned(!place.on_gpu() ? 0 : sizeof(MessageHeader) + (place.staged ? bytes : 0)),
-          rows(place.device.index, place.stream,
-               !place.on_gpu() ? 0 : bytes + (place.staged ? 1 : sizeof(MessageHeader))) {}
-    HostLease host;
+  struct HostMemory {
+    HostMemory(std::size_t bytes, const MessagePlace& place)
+        : plain(place.on_gpu() ? 0 : sizeof(MessageHeader) + bytes),
+          pinned(!place.on_gpu() ? 0 : sizeof(MessageHeader) + (place.staged ? bytes : 0)) {}
+    HostLease plain;
     gpu::PinnedLease pinned;
-    DeviceLease rows;
   };
-  std::byte* host() const { return place_.on_gpu() ? memory_->pinned.data() : memory_->host.data(); }
+  std::byte* host() const { return place_.on_gpu() ? host_->pinned.data() : host_->plain.data(); }
 
   int peer_;
   std::size_t bytes_;
   MessagePlace place_;
-  friend class MessageStep;
-  std::shared_ptr<Memory> memory_;
+  std::shared_ptr<HostMemory> host_;
+  std::shared_ptr<DeviceLease> rows_;
 };
 
 inline std::int64_t total_bytes(std::span<const MessageBuffer> messages) {

@@ -34,14 +34,7 @@ Outcome run_with(std::vector<LocalFault> faults, int ranks = 3,
             run_rank(c, Shards::even(120, ranks), std::move(communicator), run);
       });
   outcome.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-  for (const auto& error : errors) {
-    outcome.errors.emplace_back();
-    try {
-      if (error) std::rethrow_exception(error);
-    } catch (const CommError& found) {
-      outcome.errors.back() = found.what();
-    }
-  }
+  outcome.errors = texts_of<CommError>(errors);
   return outcome;
 }
 

@@ -136,7 +136,22 @@ inline std::vector<std::exception_ptr> on_ranks(std::vector<std::shared_ptr<Comm
   return errors;
 }
 
-/// All ranks of a ring in this process; rethrows the first error.
+/// What the errors of on_ranks say; empty where a rank had none. Those of another type are thrown.
+template <class Kind = std::exception>
+std::vector<std::string> texts_of(std::span<const std::exception_ptr> errors) {
+  std::vector<std::string> texts;
+  for (const auto& error : errors) {
+    texts.emplace_back();
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const Kind& found) {
+      texts.back() = found.what();
+    }
+  }
+  return texts;
+}
+
+/// All ranks of a ring in this process; throws what all errors say.
 template <class Place = HostPlace>
 std::vector<RankResults> run_ranks(const Case& c, const Shards& shards, const RingRun& run,
                                    std::vector<std::shared_ptr<Communicator>> ring) {
@@ -144,15 +159,8 @@ std::vector<RankResults> run_ranks(const Case& c, const Shards& shards, const Ri
   const auto errors = on_ranks(std::move(ring), [&](int rank, std::shared_ptr<Communicator> communicator) {
     results[static_cast<std::size_t>(rank)] = run_rank<Place>(c, shards, std::move(communicator), run);
   });
-  // Most ranks only say that another gave up: the one with more to say comes first.
   std::string all;
-  for (const auto& error : errors) {
-    try {
-      if (error) std::rethrow_exception(error);
-    } catch (const std::exception& found) {
-      all += std::string(found.what()) + "\n";
-    }
-  }
+  for (const std::string& text : texts_of(errors)) all += text.empty() ? "" : text + "\n";
   if (!all.empty()) throw CommError(all);
   return results;
 }

@@ -141,7 +141,9 @@ SideStream::SideStream(int device) : device_(device) {
   stream_ = stream;
 }
 
-SideStream::~SideStream() { spare_streams().give_back(device_, static_cast<cudaStream_t>(stream_)); }
+SideStream::~SideStream() {
+  if (stream_) spare_streams().give_back(device_, static_cast<cudaStream_t>(stream_));
+}
 
 void copy(void* target, const void* source, std::size_t bytes, int device, void* stream) {
   if (bytes == 0) return;

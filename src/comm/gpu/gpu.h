@@ -33,6 +33,8 @@ class SideStream {
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;
   void* get() const { return stream_; }
+  /// Nobody gets this stream again: it has work that may never end.
+  void abandon() { stream_ = nullptr; }
 
  private:
   int device_;

@@ -18,7 +18,8 @@ namespace longspan {
 namespace nccl {
 namespace {
 
-constexpr int kOldest = 21400;  // communicators that do not block
+constexpr int kOldest = 21400;               // communicators that do not block
+constexpr std::chrono::seconds kToAbort{2};  // for kernels of an aborted communicator to end
 
 struct Library {
   Api api;
@@ -140,9 +141,21 @@ class NcclCommunicator final : public Communicator {
 
   void abort() noexcept override {
     phase_ = Phase::idle;
-    if (handle_) api_.abort(handle_);  // ends its kernels, so that nobody touches the buffers afterwards
+    if (!handle_) return;
+    api_.abort(handle_);
     handle_ = nullptr;
+    // That tells its kernels to end; until they have, they may touch the buffers.
+    const auto deadline = std::chrono::steady_clock::now() + kToAbort;
+    for (int idle = 0; cudaStreamQuery(static_cast<cudaStream_t>(stream_.get())) != cudaSuccess; ++idle) {
+      if (std::chrono::steady_clock::now() >= deadline) {
+        stuck_ = true;
+        stream_.abandon();
+        return;
+      }
+      pause(idle);
+    }
   }
+  bool keeps_buffers() const override { return stuck_; }
 
  private:
   enum class Phase { idle, starting, moving };  // nothing to do; not on the stream yet; on it
@@ -203,6 +216,7 @@ class NcclCommunicator final : public Communicator {
   gpu::SideStream stream_;
   cudaEvent_t done_ = nullptr;
   Phase phase_ = Phase::idle;
+  bool stuck_ = false;  // the stream did not end after an abort
   std::vector<int> peers_;
 };
 

@@ -132,6 +132,7 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
     if (rank.contains("backward")) rank["backward"].erase("events");
   }
   verified = verified && as_planned;
+  const std::string kernel = ranks.front()["kernel"];
   if (command.json) {
     Json json = {{"engine", engine},
                  {"ranks", settings.shards.ranks()},
@@ -142,6 +143,7 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
                  {"seconds", slowest}};
     if (settings.verify) {
       json["bit_identical"] = bits;
+      json["kernel"] = kernel;
       json["verified"] = verified;
     }
     json["per_rank"] = ranks;
@@ -159,9 +161,10 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
     }
     print("\nbytes moved {} the plan\n", as_planned ? "equal" : bad("DIFFER from"));
     if (settings.verify) {
-      print("{}\n", verified ? good(bits ? "verified: out and lse have the bits of one device"
-                                         : "verified: equal to one device up to rounding (rounds)")
-                             : bad("NOT verified: results differ from one device"));
+      print("{}\n", verified
+                        ? good(bits ? fmt::format("verified: out and lse have the bits of one device with {}", kernel)
+                                    : "verified: equal to one device up to rounding (rounds)")
+                        : bad("NOT verified: results differ from one device"));
     }
     if (!settings.out.empty()) print("out: {}\n", settings.out);
   }

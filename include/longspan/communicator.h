@@ -96,8 +96,9 @@ LONGSPAN_API bool under_mpi();
 using NcclId = std::array<char, 128>;
 /// Throws Unsupported where NCCL is not found (libnccl.so.2, as the system finds libraries) or too old.
 LONGSPAN_API NcclId nccl_id();
-/// This rank's end of a ring over NCCL, which moves GPU memory only. Every rank has a GPU of its own and calls at the
-/// same time; one that does not come by the deadline is a CommError. A new ring may be made after a failure.
+/// This rank's end of a ring over NCCL, which moves GPU memory only. Every rank has a process and a GPU of its own (the
+/// memory of messages is not mapped on other GPUs of a process) and calls at the same time; one that does not come by
+/// the deadline is a CommError. A new ring may be made after a failure.
 LONGSPAN_API std::shared_ptr<Communicator> nccl_ring(const NcclId& id, int rank, int size, int device,
                                                      std::chrono::milliseconds deadline = std::chrono::seconds(60));
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional
 
 import longspan.torch as lt
+from longspan.torch.options import inner_norm
 from longspan.torch.positions import Positions
 from test_torch_modules import multihead_formula
 
@@ -249,6 +250,20 @@ def test_autocast_and_bfloat16():
     torch.testing.assert_close(out.float(), want, atol=0.05 * want.abs().max().item(), rtol=0)
     low = small_lm(dtype=torch.bfloat16)(ids)
     assert low.dtype is torch.bfloat16 and low.isfinite().all()
+
+
+def test_inner_norms_under_autocast():
+    x = torch.randn(3, 16).to(torch.bfloat16)
+    module = shaken(torch.nn.LayerNorm(16))
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for norm in (module, torch.nn.LayerNorm(16, elementwise_affine=False), torch.nn.LayerNorm(16, bias=False)):
+            torch.testing.assert_close(inner_norm(norm, x).float(), norm(x.float()), rtol=2**-7, atol=2**-7)
+        hook = module.register_forward_hook(lambda *call: seen.append(call))
+        assert torch.equal(inner_norm(module, x), module(x))
+        hook.remove()
+        inner_norm(module, x)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,9 @@ def test_prompts_of_different_lengths_are_continued_as_if_alone(kind):
         alone = model.generate(ids[entry : entry + 1, :length], new, temperature=0)
         assert torch.equal(got[entry, : length + new], alone[0]) and not got[entry, length + new :].any()
     assert torch.equal(got, model.generate(ids, new, temperature=0, lengths=torch.tensor(prompts)))
+    for count in (0, 3):  # as long as the longest prompt asks for, not as ids is
+        short = model.generate(ids, count, temperature=0, lengths=[9, 1, 7, 7])
+        assert short.shape == (4, 9 + count) and torch.equal(short[0, :9], ids[0, :9]) and not short[1, 1 + count :].any()
     end = int(got[1, 4])  # the entry with the shortest prompt ends here at the latest
     ended = model.generate(ids, new, temperature=0, lengths=prompts, end_token=end)
     first = got[1].tolist().index(end, 1)

@@ -18,11 +18,12 @@ assert {event["tid"] for event in events} == {0, 1, 2}
 assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 END
 expect 0 "" "$longspan" ring --ranks 4 "${small[@]}" --verify --dtype bf16 --causal --shards zigzag --dropout 0.1
-has "verified: out and lse have the bits of one device" "bytes moved equal the plan"
+has "verified: out and lse have the bits of one device with cpu-" "bytes moved equal the plan"
 expect 0 "" "$longspan" ring --ranks 3 "${small[@]}" --verify --backward --halo-limit 20000
 has "up to rounding (rounds)"
-expect 0 "" "$longspan" ring --ranks 1 "${small[@]}" --verify --json
+expect 0 "" "$longspan" ring --ranks 1 "${small[@]}" --verify --json --kernel plain
 has '"bit_identical": true'
+[ "$(field "d['kernel']")" = plain ] || fail "the kernel is not named"
 
 # Files: the ranks together write what one device writes.
 python3 - <<'END'

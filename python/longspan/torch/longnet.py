@@ -418,14 +418,15 @@ class LongNetLM(nn.Module):
         prefill_chunk: int = 4096,
         lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
-        """Prompts ids [batch, tokens] -> [batch, tokens + max_new_tokens], the prompt included.
+        """Prompts ids [batch, tokens] -> [batch, tokens (with lengths: the longest) + max_new_tokens], the prompt included.
 
         temperature 0 takes the likeliest token. top_k: choose among so many; top_p: among the likeliest that together reach
         this probability. seed: repeats the draw; without one torch's generator is used. end_token: after it an entry holds
         nothing else, and when all entries do, the result may be shorter. prefill_chunk: prompt tokens taken at a time.
         lengths: how many tokens of each entry are its prompt, if they differ; an entry's new tokens follow its own prompt,
-        as if it were alone, and what is behind them is 0 (or end_token). The final length is prompt + max_new_tokens from
-        the start (positions='xpos' depends on it).
+        and what is behind them is 0 (or end_token). Its logits are those of the entry alone, and so are its tokens with
+        temperature 0; draws are one for the whole batch. The final length is prompt + max_new_tokens from the start
+        (positions='xpos' depends on it).
         """
         self._check(ids)
         if ids.shape[1] < 1:
@@ -463,11 +464,11 @@ class LongNetLM(nn.Module):
     def _generate(
         self, ids: Tensor, prompts: list[int], count: int, sampler: Sampler, end_token: int | None, chunk: int
     ) -> Tensor:
-        batch, tokens = ids.shape
-        result = ids.new_full((batch, tokens + count), 0 if end_token is None else end_token)
+        batch, longest = ids.shape[0], max(prompts, default=ids.shape[1])
+        result = ids.new_full((batch, longest + count), 0 if end_token is None else end_token)
         own = torch.tensor(prompts, device=ids.device)
-        inside = torch.arange(tokens, device=ids.device) < own[:, None]
-        result[:, :tokens] = torch.where(inside, ids, result[:, :tokens])
+        inside = torch.arange(longest, device=ids.device) < own[:, None]
+        result[:, :longest] = torch.where(inside, ids[:, :longest], result[:, :longest])
         if count == 0 or batch == 0:
             return result
         if len(set(prompts)) == 1:
@@ -484,7 +485,7 @@ class LongNetLM(nn.Module):
                 ended = ended | (token == end_token)
             result[entries, own + step] = token
             if end_token is not None and bool(ended.all()):
-                return result[:, : max(prompts) + step + 1]
+                return result[:, : longest + step + 1]
             if step + 1 < count:
                 logits = self.decode(token[:, None], cache)
-        return result[:, : max(prompts) + count]
+        return result

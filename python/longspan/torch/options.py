@@ -93,10 +93,19 @@ def autocast_once(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(cast[id(x)] for x in tensors)
 
 
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to see calls of the module."""
+    return bool(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
+
+
 def inner_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """norm(x) between two linear layers. Autocast would widen 16 bits to 32, normalise, and narrow them again for the next
-    layer; the sums are of 32 bits in any case."""
-    if type(norm) is not nn.LayerNorm or x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is norm.weight.dtype:
+    layer; the sums are of 32 bits in any case. Norms with hooks or without weights are called as they are."""
+    if type(norm) is not nn.LayerNorm or x.dtype not in (torch.bfloat16, torch.float16) or _hooked(norm):
+        return norm(x)
+    if norm.weight is None or norm.bias is None or x.dtype is norm.weight.dtype:
         return norm(x)
     with torch.autocast(x.device.type, enabled=False):
         return functional.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)

@@ -21,8 +21,8 @@ def group_or_default(group: Any) -> Any:
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Messages by batch_isend_irecv on the caller's group. Host memory goes as it is (gloo) or by way of the current
-    GPU (NCCL, where the host cannot enforce a deadline: torch's own timeout of the group applies)."""
+    """Messages by batch_isend_irecv on the caller's group. Host memory, which rows on a GPU are copied to, goes as it is
+    (gloo) or by way of the current GPU (NCCL, where the host cannot enforce a deadline: torch's own timeout of the group applies)."""
 
     def __init__(self, group: Any) -> None:
         self.group = group

@@ -1,7 +1,7 @@
 """Attention over a sequence that is split over ranks: drop-ins for the ring classes people have, and helpers.
 
 With a process group every rank passes its own contiguous rows, in the order of ranks, and gets its rows back; without one
-`ring_size=k` splits the whole sequence over k threads. Either way the result is that of one device.
+`ring_size=k` splits the whole sequence over k threads. Either way the result is that of one device with the same kernel.
 """
 
 from __future__ import annotations

@@ -95,6 +95,11 @@ TEST(Picture, ShowsWhatAttends) {
   EXPECT_THROW(picture(Plan(Pattern::dense(), {}, problem), 2), InvalidArgument);
 }
 
+TEST(Adaptive, MaskOfNoEntriesKeepsNothing) {
+  const Case c(Pattern::block_sparse(BlockPattern::adaptive(0.5, 16)), {}, {0, 64, 2, 2, 16});
+  EXPECT_EQ(adaptive_mask(Attention(c.pattern), c.q.view(), c.k.view(), c.call()).active_blocks(), 0);
+}
+
 // 100 steps over 3 shapes: nothing is planned twice.
 TEST(PlanCache, HoldsMasks) {
   plan_cache::clear();

@@ -1,6 +1,7 @@
 // Block-sparse attention on every GPU kernel, and what only a GPU has: split lists, graphs, lists that stay there.
 #include "gpu/device_case.h"
 #include "kernels/cuda/adaptive.h"
+#include "kernels/cuda/call.h"
 #include "kernels/cuda/mask_lists.h"
 #include "kernels/cuda/prepare.h"
 #include "longspan/memory.h"
@@ -253,6 +254,19 @@ TEST(GpuBlockSparse, SteadyStateMakesNothing) {
     const cuda::ListShape shape{64};
     EXPECT_EQ(cuda::lists_of(mask, shape, 0, false).places, cuda::lists_of(copy, shape, 0, false).places);
   }
+}
+
+TEST(GpuBlockSparse, RefusesAdaptiveMasksOfMoreEntriesThanAGridHolds) {
+  LONGSPAN_NEEDS_GPU();
+  const auto verdict = [](std::int64_t batch) {
+    Problem problem;
+    problem.device = kGpu;
+    problem.batch = batch;
+    problem.tokens = problem.query_rows = 64;
+    return cuda::fits(Plan(Pattern::block_sparse(BlockPattern::adaptive(0.5, 16)), {}, problem));
+  };
+  EXPECT_TRUE(verdict(65535).ok);
+  EXPECT_NE(verdict(65536).reason.find("up to 65535 batch entries"), std::string::npos);
 }
 
 TEST(GpuBlockSparse, RefusesRandomBlocksWithLengthsOnTheDevice) {

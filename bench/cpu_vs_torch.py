@@ -24,6 +24,7 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parent / "results"
 GATE = 0.9
 PAUSE = 0.03  # seconds; between bursts and samples too, since the bursts are torch's and its threads spin after them
+WAITS = 10  # for a quiet moment before a sample
 SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "67108864"}
 
 
@@ -91,11 +92,13 @@ def alternate(functions: dict, repeats: int, burst: Burst, limit: float) -> tupl
     def more_time() -> bool:
         return time.perf_counter() - began < limit
 
-    while min(map(len, clean.values())) < repeats and more_time():
+    while min(map(len, every.values())) < repeats or (min(map(len, clean.values())) < repeats and more_time()):
         for name, function in functions.items():
             if len(clean[name]) == repeats:
                 continue
-            while (before := burst.measure()) < GATE and more_time():  # neighbours come and go within a second
+            for _ in range(WAITS):  # neighbours come and go within a second
+                if (before := burst.measure()) >= GATE:
+                    break
                 time.sleep(PAUSE)
             time.sleep(PAUSE)
             start = time.perf_counter()

@@ -111,8 +111,7 @@ struct Engine {
   std::int64_t backward_key_tile;
   std::size_t (*forward_bytes)(std::int64_t head_dim, std::int64_t rows, bool masked);
   std::size_t (*backward_bytes)(std::int64_t head_dim, std::int64_t keys);
-  /// `next`, if known, is the task that the same thread runs afterwards: its rows are fetched meanwhile.
-  void (*forward)(const ForwardShared& shared, const ForwardTask& task, const ForwardTask* next, std::byte* memory);
+  void (*forward)(const ForwardShared& shared, const ForwardTask& task, std::byte* memory);
   void (*backward)(const BackwardShared& shared, const BackwardTask& task, std::byte* memory);
   /// target = factor * source in the tensor's dtype.
   void (*store_row)(DType dtype, void* target, const float* source, float factor, std::int64_t columns);

@@ -112,10 +112,10 @@ std::int64_t key_window(std::int64_t head_dim, bool masked) {
 template <class Scheme, class Policy>
 class ForwardRun {
  public:
-  ForwardRun(const ForwardShared& shared, const ForwardTask& task, const ForwardTask* next, std::byte* memory)
-      : shared_(shared), task_(task), next_(next), scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
+  ForwardRun(const ForwardShared& shared, const ForwardTask& task, std::byte* memory)
+      : shared_(shared), task_(task), scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
         rows_{task.heads, task.rows.begin, task.rows.count}, blocks_(shared, task),
-        window_(key_window<Scheme>(scheme_.head_dim, blocks_.masked())), carver_(memory), m_(carver_, scheme_, slots(), window_), policy_(shared, task), ahead_(scheme_.row_bytes()) {}
+        window_(key_window<Scheme>(scheme_.head_dim, blocks_.masked())), carver_(memory), m_(carver_, scheme_, slots(), window_), policy_(shared, task) {}
 
   void run() {
     Scheme::begin();
@@ -128,7 +128,6 @@ class ForwardRun {
       scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, keys, m_.scratch);
       scheme_.pack_values(m_.values, m_.v_rows, round_up(keys, Scheme::kKeyMultiple));
       policy_.begin_keys(first, keys, m_.excluded);
-      look_ahead(first + window_, key_end);
       for_each_span([&](const Span& span) {
         for (std::int64_t from = 0; from < keys;) {
           KeyRun runs[kMostRuns];
@@ -148,7 +147,6 @@ class ForwardRun {
 
  private:
   static constexpr int kMostRuns = static_cast<int>(Scheme::kKeyBlock / kChunk);
-  static constexpr std::int64_t kRowsAhead = 512;  // of each tensor: more would push out what is in use
 
   /// Rows of the task that see the same blocks: virtual rows row .. row + rows, kept in slots of their own.
   struct Span {
@@ -192,29 +190,6 @@ class ForwardRun {
       runs[count++] = run;
     }
     return count;
-  }
-
-  /// What the steps of this window fetch: keys of the next one or, in the last, all that the next task begins with.
-  void look_ahead(std::int64_t next_key, std::int64_t key_end) {
-    ahead_.clear();
-    if (!blocks_.masked() && next_key < key_end) {
-      add_keys_ahead(task_, next_key, std::min(window_, key_end - next_key));
-    } else if (next_ && next_key >= key_end) {
-      const std::int64_t rows = std::min(next_->rows.count, kRowsAhead);
-      const auto add = [&](const auto& view) {
-        ahead_.add(static_cast<const std::byte*>(view.data) + view.offset(next_->entry, next_->rows.q_row, next_->heads.first) * size_of(view.dtype),
-                   next_->strand.stride * view.strides[1] * size_of(view.dtype), rows);
-      };
-      add(shared_.q);
-      add_keys_ahead(*next_, 0, std::min(kRowsAhead, next_->strand.count));
-      if (!shared_.delta.data) add(shared_.out);
-    }
-    ahead_.spread(rows_.size());
-  }
-  void add_keys_ahead(const StrandTask& task, std::int64_t begin, std::int64_t count) {
-    const RowRun run = shared_.keys.run(task.entry, task.kv_head, task.strand, begin, count);
-    ahead_.add(run.k, run.k_stride, run.count);
-    ahead_.add(run.v, run.v_stride, run.count);
   }
 
   void load_queries() {
@@ -306,7 +281,6 @@ class ForwardRun {
                                                          factor, m_.bases[i], m_.keep + i * Scheme::kKeyBlock + place, sums);
       }
       store(sums, m_.sums + (group + i) * kLanes);
-      ahead_.step();
     }
     const float* corrections = starts_fresh() && block == 0 ? nullptr : m_.corrections;
     for (int run = 0; run < run_count; ++run) {
@@ -410,7 +384,6 @@ class ForwardRun {
 
   const ForwardShared& shared_;
   const ForwardTask& task_;
-  const ForwardTask* const next_;
   const Scheme scheme_;
   const VirtualRows rows_;
   const BlockRows blocks_;
@@ -418,7 +391,6 @@ class ForwardRun {
   Carver carver_;
   const ForwardMemory<Scheme> m_;
   Policy policy_;
-  Ahead ahead_;
 };
 
 template <class Scheme>
@@ -429,9 +401,9 @@ std::size_t forward_bytes(std::int64_t head_dim, std::int64_t rows, bool masked)
 }
 
 template <class Scheme>
-void forward(const ForwardShared& shared, const ForwardTask& task, const ForwardTask* next, std::byte* memory) {
-  if (shared.extras) ForwardRun<Scheme, Extras>(shared, task, next, memory).run();
-  else ForwardRun<Scheme, NoExtras>(shared, task, next, memory).run();
+void forward(const ForwardShared& shared, const ForwardTask& task, std::byte* memory) {
+  if (shared.extras) ForwardRun<Scheme, Extras>(shared, task, memory).run();
+  else ForwardRun<Scheme, NoExtras>(shared, task, memory).run();
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ constexpr std::int64_t kMostSharedHeads = 64;  // of one task
 constexpr std::int64_t kRowsPerSweep = 256;    // of a task that only fills or converts
 constexpr std::size_t kMostSections = 64;      // of one loop; calls with many query ranges take several loops
 constexpr std::int64_t kTasksPerThread = 4;
-constexpr std::int64_t kShortRows = 1024;      // strands shorter than this share a task
+constexpr std::int64_t kShortRows = 256;       // strands shorter than this share a task
 
 struct ForwardWorkspace {
   FloatRows sums, lse;
@@ -34,8 +34,7 @@ struct ForwardWorkspace {
 /// Heads whose masks differ cannot share a task.
 std::int64_t most_shared_heads(const BranchPlan& branch) { return branch.mask && branch.mask->heads() > 1 ? 1 : kMostSharedHeads; }
 
-Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRange& range, std::int64_t q_first, std::int64_t task_rows,
-                        int threads) {
+Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRange& range, std::int64_t q_first, std::int64_t task_rows) {
   const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(branch_index)];
   Section section;
   section.branch = branch_index;
@@ -47,8 +46,7 @@ Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRa
   const std::int64_t rows = std::min(longest_strand(plan, branch), (range.count - 1) / branch.dilation + 1);
   section.block_rows = std::max<std::int64_t>(1, task_rows / largest_head_set(plan, most_shared_heads(branch)));
   section.blocks = (rows + section.block_rows - 1) / section.block_rows;
-  const std::int64_t enough = section.tasks(plan) / (kTasksPerThread * threads);  // one segment each until here
-  section.segments_per_task = std::clamp<std::int64_t>(std::min(kShortRows / std::max<std::int64_t>(rows, 1), enough), 1, section.segments);
+  section.segments_per_task = std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1, section.segments);
   return section;
 }
 
@@ -65,20 +63,15 @@ void run_sections(const Engine& engine, const ForwardShared& shared, std::span<c
     // Causal rows near the end see the most keys: they come first.
     const std::int64_t block = shared.causal ? section.blocks - 1 - place.block : place.block;
     const std::int64_t most_heads = most_shared_heads(shared.plan.branches()[static_cast<std::size_t>(section.branch)]);
-    std::byte* const own_memory = memory + bytes_per_thread * static_cast<std::size_t>(worker);
-    ForwardTask task, next;
-    bool waiting = false;  // task runs once the one behind it is known
+    ForwardTask task;
     for (std::int64_t segment = place.first_segment; segment < place.last_segment; ++segment) {
-      if (!fill_strand(shared, section, place, segment, most_heads, next)) continue;
-      const QueryRun run = query_run(next.strand, section.range, section.q_first);
+      if (!fill_strand(shared, section, place, segment, most_heads, task)) continue;
+      const QueryRun run = query_run(task.strand, section.range, section.q_first);
       const std::int64_t first = block * section.block_rows;
       if (first >= run.count) continue;
-      next.rows = {run.begin + first, std::min(section.block_rows, run.count - first), run.q_row + first * next.strand.stride};
-      if (waiting) engine.forward(shared, task, &next, own_memory);
-      task = next;
-      waiting = true;
+      task.rows = {run.begin + first, std::min(section.block_rows, run.count - first), run.q_row + first * task.strand.stride};
+      engine.forward(shared, task, memory + bytes_per_thread * static_cast<std::size_t>(worker));
     }
-    if (waiting) engine.forward(shared, task, nullptr, own_memory);
   });
 }
 
@@ -100,7 +93,7 @@ void run_branches(const Engine& engine, const ForwardShared& shared, std::int64_
         const std::int64_t begin = std::max(range.start, window.start), end = std::min(range.start + range.count, window.start + window.count);
         if (begin >= end) continue;
         if (count == sections.size()) flush();
-        sections[count++] = forward_section(shared.plan, branch, {begin, end - begin}, q_first + begin - range.start, task_rows, threads);
+        sections[count++] = forward_section(shared.plan, branch, {begin, end - begin}, q_first + begin - range.start, task_rows);
       }
       q_first += range.count;
     }

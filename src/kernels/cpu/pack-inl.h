@@ -45,40 +45,6 @@ HWY_INLINE void prefetch_row(const std::byte* row, std::int64_t bytes) {
   for (std::int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(row + offset);
 }
 
-/// Rows that come next, fetched into the second-level cache a few at a time while products run on what is there.
-class Ahead {
- public:
-  explicit Ahead(std::int64_t row_bytes) : row_bytes_(row_bytes) {}
-  void clear() { size_ = at_ = row_ = left_ = 0; }
-  void add(const void* first, std::int64_t stride, std::int64_t count) {
-    if (count <= 0 || size_ == kMost) return;
-    rows_[size_++] = {static_cast<const std::byte*>(first), stride, count};
-    left_ += count;
-  }
-  /// Spreads the rows over `steps` steps.
-  void spread(std::int64_t steps) { per_step_ = (left_ + steps - 1) / std::max<std::int64_t>(steps, 1); }
-  HWY_INLINE void step() {
-    for (std::int64_t i = 0; i < per_step_ && at_ < size_; ++i) {
-      const Rows& rows = rows_[at_];
-      const std::byte* const row = rows.first + row_ * rows.stride;
-      for (std::int64_t offset = 0; offset < row_bytes_; offset += 64) __builtin_prefetch(row + offset, 0, 2);
-      if (++row_ == rows.count) {
-        row_ = 0;
-        ++at_;
-      }
-    }
-  }
-
- private:
-  static constexpr int kMost = 4;
-  struct Rows {
-    const std::byte* first;
-    std::int64_t stride, count;
-  };
-  Rows rows_[kMost];
-  std::int64_t size_ = 0, at_ = 0, row_ = 0, left_ = 0, per_step_ = 0, row_bytes_;
-};
-
 /// rows[i] as floats, zero beyond the columns.
 HWY_INLINE void widen_any(DType dtype, float* target, const std::byte* row, float factor, std::int64_t columns,
                           std::int64_t padded) {

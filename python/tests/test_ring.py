@@ -27,7 +27,7 @@ from longspan.torch import (  # noqa: E402
     shard,
     unshard,
 )
-from longspan.torch import ring as ring_module  # noqa: E402
+from longspan.torch import ring as ring_module, ring_calls  # noqa: E402
 
 WORKER = Path(__file__).with_name("ring_worker.py")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ring_ddp.py"
@@ -140,7 +140,7 @@ def test_a_second_backward_fetches_what_the_first_has_released():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_rings_follow_torchs_deterministic_algorithms(deterministic, monkeypatch):
     made = []
-    monkeypatch.setattr(ring_module, "compiled", lambda *settings: made.append(settings) or compiled(*settings))
+    monkeypatch.setattr(ring_calls, "compiled", lambda *settings: made.append(settings) or compiled(*settings))
     q = torch.randn(1, 90, 3, 8)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)

@@ -33,4 +33,22 @@ inline bool has_hopper(Pass pass) {
 #define LONGSPAN_NEEDS_HOPPER(pass) \
   if (!has_hopper(pass)) GTEST_SKIP() << "no Hopper GPU"
 
+/// Forwards of the same inputs onto poisoned outputs, each with the bits of the first.
+inline void expect_same_bits(const Case& c, int repeats) {
+  const Attention attention(c.pattern, c.options);
+  DeviceCase device(c);
+  device.forward(attention, device.call());
+  const Results first = device.download();
+  for (int i = 0; i < repeats; ++i) {
+    device.out.poison();
+    device.lse.poison();
+    device.forward(attention, device.call());
+    expect_success(cudaDeviceSynchronize());
+    device.out.download(device.results.out);
+    device.lse.download(device.results.lse);
+    ASSERT_EQ(device.results.out, first.out) << "repeat " << i;
+    ASSERT_EQ(device.results.lse, first.lse) << "repeat " << i;
+  }
+}
+
 }  // namespace longspan::testing

@@ -17,7 +17,7 @@ from .._patterns import draw
 from .multihead import MultiheadDilatedAttention
 from .operator import attention
 from .options import accept_pool_arguments, check_dropout, finite, integer, integers, key_mask, warn_once
-from .ring import RingCalls
+from .ring_calls import RingCalls
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 

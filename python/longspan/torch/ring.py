@@ -7,7 +7,6 @@ With a process group every rank passes its own contiguous rows, in the order of 
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,349 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._errors import CommError, InvalidArgument, Unsupported, renamed
-from .._longspan import Pattern, Ring, RingHalo, Shards, local_ring
-from .._patterns import compiled
+from .._errors import InvalidArgument
 from .dilated import DilatedAttention
 from .multihead import _Multihead
-from .operator import _NAMES, raw_tensor
-from .options import finite, integer, key_mask, warn_once
-from .process_group import ProcessGroupCommunicator, gather_columns, gather_counts, group_or_default, shared_seed
-
-_DEADLINE = 60.0
-
-
-@dataclasses.dataclass
-class RingReport:
-    """What one call on one rank did. Bytes are payload."""
-
-    rank: int
-    backward: bool
-    bytes_sent: int
-    bytes_received: int
-    messages_sent: int
-    messages_received: int
-    header_bytes_sent: int
-    halo_bytes: int
-    rounds: int
-    waited_seconds: float
-    overlapped_seconds: float
-    total_seconds: float
-
-
-class RingMonitor:
-    """Sums over calls, and the last report of each pass. `callback(report)` is called after every call, from the thread
-    that made it."""
-
-    def __init__(self, callback: Callable[[RingReport], None] | None = None) -> None:
-        self.callback = callback
-        self._lock = threading.Lock()
-        self.reset()
-
-    def reset(self) -> None:
-        self.calls = self.bytes_sent = self.bytes_received = self.messages_sent = 0
-        self.waited_seconds = self.overlapped_seconds = self.total_seconds = 0.0
-        self.last_forward: RingReport | None = None
-        self.last_backward: RingReport | None = None
-
-    def add(self, report: RingReport) -> None:
-        with self._lock:
-            self.calls += 1
-            for name in ("bytes_sent", "bytes_received", "messages_sent", "waited_seconds", "overlapped_seconds",
-                         "total_seconds"):  # fmt: skip
-                setattr(self, name, getattr(self, name) + getattr(report, name))
-            if report.backward:
-                self.last_backward = report
-            else:
-                self.last_forward = report
-        if self.callback is not None:
-            self.callback(report)
-
-
-def _raw(name: str, tensor: Tensor | None) -> tuple | None:
-    return None if tensor is None else raw_tensor(name, tensor)
-
-
-@dataclasses.dataclass
-class _RankCall:
-    """One rank's part of a call: its ring, its rows (views), and what backward will need."""
-
-    ring: Ring
-    rows: list[tuple[int, int]]  # (start, count) within the caller's tensors
-    halo: RingHalo | None = None
-
-    def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """These rows; a copy where they are not one range."""
-        parts = [tensor.narrow(dim, start, count) for start, count in self.rows]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def write(self, target: Tensor, part: Tensor, dim: int = 1) -> None:
-        at = 0
-        for start, count in self.rows:
-            target.narrow(dim, start, count).copy_(part.narrow(dim, at, count))
-            at += count
-
-
-def _run_ranks(calls: list[_RankCall], work: Callable[[_RankCall], None]) -> None:
-    """Every rank at once: this thread if there is one, else a thread for each."""
-    if len(calls) == 1:
-        return work(calls[0])
-    errors: list[BaseException | None] = [None] * len(calls)
-
-    def run(index: int) -> None:
-        try:
-            work(calls[index])
-        except BaseException as error:  # raised again by the caller's thread
-            errors[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = [error for error in errors if error is not None]
-    for error in found:
-        if not isinstance(error, CommError):
-            raise error
-    if found:
-        raise found[0]
-
-
-def _on_stream(tensor: Tensor, work: Callable[[_RankCall, dict[str, int]], None]) -> Callable[[_RankCall], None]:
-    """work(call, placement) as the calling thread would run it: threads have streams of their own."""
-    if not tensor.is_cuda:
-        return lambda call: work(call, {})
-    stream = torch.cuda.current_stream(tensor.device)
-
-    def run(call: _RankCall) -> None:
-        with torch.cuda.stream(stream):  # and its device
-            work(call, {"stream": stream.cuda_stream})
-
-    return run
-
-
-class _RingFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, calls, extras, keep, monitor, forget):
-        """extras: keyword arguments of both passes (seed, and tensors of the whole sequence). forget: called where a pass
-        fails, so that the next call makes local ranks anew."""
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        batch, rows, heads, _ = query.shape
-        lse = query.new_empty(
-            (batch, heads, rows), dtype=torch.float64 if query.dtype is torch.float64 else torch.float32
-        )
-        raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in extras.items()}
-
-        def work(call: _RankCall, placement: dict[str, int]) -> None:
-            call.halo = RingHalo() if keep else None
-            inputs = [call.part(x) for x in (query, key, value)]
-            own_out, own_lse = call.part(out), call.part(lse, 2)
-            call.ring.forward(
-                *map(raw_tensor, ("query", "key", "value", "out"), (*inputs, own_out)), raw_tensor("lse", own_lse),
-                keep=call.halo, **placement, **raw_extras,
-            )  # fmt: skip
-            if len(call.rows) > 1:
-                call.write(out, own_out)
-                call.write(lse, own_lse, 2)
-            monitor.add(RingReport(call.ring.rank, False, **call.ring.report()))
-
-        try:
-            _run_ranks(calls, _on_stream(query, work))
-        except InvalidArgument as error:
-            forget()
-            raise renamed(error, _NAMES) from None
-        except BaseException:
-            forget()
-            raise
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.calls, ctx.extras, ctx.monitor, ctx.forget = calls, extras, monitor, forget
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, _grad_lse):
-        return *_RingGradients.apply(grad_out, *ctx.saved_tensors, ctx), None, None, None, None, None
-
-
-class _RingGradients(torch.autograd.Function):
-    """A function of its own, so that who differentiates gradients (create_graph) hears that there is nothing more."""
-
-    @staticmethod
-    def forward(_, grad_out, query, key, value, out, lse, ctx):
-        """ctx: that of the forward."""
-        if grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in ctx.extras.items()}
-
-        def work(call: _RankCall, placement: dict[str, int]) -> None:
-            inputs = [call.part(x) for x in (query, key, value, out)]
-            own_grads = [call.part(x) for x in grads]
-            own_grad_out, own_lse = call.part(grad_out), call.part(lse, 2)
-            call.ring.backward(
-                *map(raw_tensor, ("query", "key", "value", "out"), inputs), raw_tensor("lse", own_lse),
-                raw_tensor("grad_out", own_grad_out), None, *map(raw_tensor, ("dq", "dk", "dv"), own_grads),
-                kept=call.halo, **placement, **raw_extras,
-            )  # fmt: skip
-            if len(call.rows) > 1:
-                for target, part in zip(grads, own_grads):
-                    call.write(target, part)
-            ctx.monitor.add(RingReport(call.ring.rank, True, **call.ring.report()))
-
-        try:
-            _run_ranks(ctx.calls, _on_stream(query, work))
-        except BaseException:
-            ctx.forget()
-            raise
-        for call in ctx.calls:
-            call.halo = None  # a second backward, on every rank, fetches again
-        return tuple(grads)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise Unsupported("attention over a ring has first derivatives only: call backward without create_graph")
-
-
-class RingCalls:
-    """What modules over rings share: who the ranks are, their rings, and a call over them. Mixed into an nn.Module."""
-
-    def _init_ring(
-        self,
-        ring_size: int | None,
-        process_group: Any = None,
-        deadline: float | None = None,
-        layout: str = "contiguous",
-        halo_limit_bytes: int = 0,
-        shard_lengths: Sequence[int] | None = None,
-        use_checkpointing: bool = False,
-        monitor: Callable[[RingReport], None] | None = None,
-    ) -> None:
-        self.process_group = process_group
-        self.use_checkpointing = bool(use_checkpointing)
-        self.deadline = _DEADLINE if deadline is None else finite("deadline", deadline)
-        if self.deadline <= 0:
-            raise InvalidArgument(f"deadline is {deadline}: give seconds above 0", "deadline")
-        if layout not in ("contiguous", "zigzag"):
-            raise InvalidArgument(f"layout is {layout!r}: give 'contiguous' or 'zigzag'", "layout")
-        self.layout = layout
-        self.halo_limit_bytes = integer("halo_limit_bytes", halo_limit_bytes)
-        self.shard_lengths = None if shard_lengths is None else [integer("shard_lengths", x) for x in shard_lengths]
-        self.ring_size = None if ring_size is None else integer("ring_size", ring_size)
-        if self.ring_size is not None and self.ring_size < 1:
-            raise InvalidArgument(f"ring_size is {ring_size}: give at least 1", "ring_size")
-        self.monitor = RingMonitor(monitor)
-        self._communicator: ProcessGroupCommunicator | None = None
-        self._local: list[Any] = []
-        self._rings: dict[tuple, Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Groups and rings belong to a process; what they are made from does not.
-        state = dict(self.__dict__)
-        state.update(process_group=None, _communicator=None, _local=[], _rings={}, monitor=None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.monitor = RingMonitor()
-
-    def _group(self) -> Any:
-        """The group to ring over, or None."""
-        if self.ring_size == 1:
-            return None
-        group = group_or_default(self.process_group)
-        if group is None:
-            return None
-        size = dist.get_world_size(group)
-        if self.ring_size is not None and self.ring_size != size:
-            raise InvalidArgument(
-                f"ring_size is {self.ring_size} and the process group has {size} ranks: give {size}, 1 or None",
-                "ring_size",
-            )
-        return group if size > 1 else None
-
-    def _ring(self, settings: tuple, communicator: Any, index: int, shards: Shards) -> Ring:
-        key = (settings, index, tuple(tuple(shards.ranges(rank)) for rank in range(shards.ranks)))
-        if key not in self._rings:
-            if len(self._rings) >= 64:
-                self._rings.clear()
-            pattern, causal, scale, dropout, deterministic = settings
-            operator = compiled(pattern, causal, scale, None, dropout, deterministic, False, False, "")
-            self._rings[key] = Ring(operator, communicator, shards, self.deadline, self.halo_limit_bytes)
-        return self._rings[key]
-
-    def _shards(self, counts: Sequence[int]) -> Shards:
-        if self.layout == "contiguous":
-            offsets = [0]
-            for count in counts:
-                offsets.append(offsets[-1] + count)
-            return Shards.contiguous(offsets)
-        shards = Shards.zigzag(sum(counts), len(counts))
-        wanted = [shards.rows(rank) for rank in range(len(counts))]
-        if wanted != list(counts):
-            raise InvalidArgument(f"ranks have {list(counts)} rows: a zigzag layout gives them {wanted}", "query")
-        return shards
-
-    def _over_ring(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pattern: Callable[[int], Pattern | str],
-        causal: bool,
-        scale: float | None,
-        dropout: float,
-        attention_mask: Tensor | None,
-    ) -> Tensor | None:
-        """The call over the ring; None where there is none. pattern(tokens): that of a whole sequence."""
-        group = self._group()
-        local = (self.ring_size or 1) if group is None else 1
-        if group is None and local == 1:
-            return None
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-                raise InvalidArgument(f"{name} is [batch, tokens, heads, head_dim]", name)
-        mask = None
-        if attention_mask is not None:
-            mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
-        extras: dict[str, Any] = {"seed": 0}
-        if group is not None:
-            if self._communicator is None or self._communicator.group is not group:
-                self._communicator, self._rings = ProcessGroupCommunicator(group), {}
-            counts = self.shard_lengths or gather_counts(group, query.shape[1])
-            shards = self._shards(counts)
-            if mask is not None:
-                extras["key_mask"] = _in_order(gather_columns(group, mask, counts), shards)
-            if dropout:
-                extras["seed"] = shared_seed(group)
-            ranks = [(self._communicator, 0, [(0, query.shape[1])])]
-        else:
-            if len(self._local) != local:
-                self._local, self._rings = local_ring(local), {}
-            tokens = query.shape[1]
-            shards = Shards.even(tokens, local) if self.layout == "contiguous" else Shards.zigzag(tokens, local)
-            if mask is not None:
-                extras["key_mask"] = mask
-            if dropout:
-                extras["seed"] = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64))
-            ranks = [(self._local[rank], rank, shards.ranges(rank) or [(0, 0)]) for rank in range(local)]
-        settings = (pattern(shards.tokens), bool(causal), scale, dropout, torch.are_deterministic_algorithms_enabled())
-        calls = [_RankCall(self._ring(settings, one, index, shards), rows) for one, index, rows in ranks]
-        keep = not self.use_checkpointing and torch.is_grad_enabled()
-        return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor, self.clear_cache)[0]
-
-    def get_memory_info(self) -> dict[str, Any]:
-        """Bytes of remote rows in the last calls, and what was moved so far."""
-        last = {"forward": self.monitor.last_forward, "backward": self.monitor.last_backward}
-        return {
-            "ring_size": self.ring_size or (self._communicator.size if self._communicator else 1),
-            "bytes_sent": self.monitor.bytes_sent,
-            "bytes_received": self.monitor.bytes_received,
-            **{f"{name}_halo_bytes": report.halo_bytes if report else 0 for name, report in last.items()},
-        }
-
-    def clear_cache(self) -> None:
-        """Forgets plans and local ranks; they are made again when needed."""
-        self._rings, self._local, self._communicator = {}, [], None
+from .options import integer, warn_once
+from .process_group import gather_counts, group_or_default
+from .ring_calls import RingCalls, RingMonitor, RingReport, layout_of
 
 
 class RingDilatedAttention(RingCalls, nn.Module):
@@ -417,16 +79,6 @@ class RingDilatedAttention(RingCalls, nn.Module):
 
     def extra_repr(self) -> str:
         return f"ring_size={self.ring_size}, use_checkpointing={self.use_checkpointing}, layout={self.layout!r}"
-
-
-def _in_order(gathered: Tensor, shards: Shards) -> Tensor:
-    """Columns in the order of ranks become columns in the order of positions."""
-    result, at = torch.empty_like(gathered), 0
-    for rank in range(shards.ranks):
-        for start, count in shards.ranges(rank):
-            result[:, start : start + count] = gathered[:, at : at + count]
-            at += count
-    return result
 
 
 class RingMultiheadDilatedAttention(_Multihead):
@@ -557,7 +209,7 @@ def shard(
 ) -> Tensor:  # fmt: skip
     """This rank's rows of a whole tensor: a view, or a copy where layout="zigzag" gives two ranges."""
     rank, ring_size = _place(rank, ring_size, process_group)
-    ranges = _layout(layout)(tensor.shape[dim], ring_size).ranges(rank) or [(0, 0)]
+    ranges = layout_of(layout)(tensor.shape[dim], ring_size).ranges(rank) or [(0, 0)]
     parts = [tensor.narrow(dim, start, count) for start, count in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -580,7 +232,7 @@ def unshard(
     if layout == "contiguous":
         return torch.cat(list(shards), dim)
     tokens = sum(one.shape[dim] for one in shards)
-    places = _layout(layout)(tokens, len(shards))
+    places = layout_of(layout)(tokens, len(shards))
     pieces = []
     for rank, one in enumerate(shards):
         at = 0
@@ -588,13 +240,6 @@ def unshard(
             pieces.append((start, one.narrow(dim, at, count)))
             at += count
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim)
-
-
-def _layout(name: str) -> Callable[[int, int], Shards]:
-    makers = {"contiguous": Shards.even, "zigzag": Shards.zigzag}
-    if name not in makers:
-        raise InvalidArgument(f"layout is {name!r}: give 'contiguous' or 'zigzag'", "layout")
-    return makers[name]
 
 
 def _place(rank: int | None, ring_size: int | None, process_group: Any) -> tuple[int, int]:

@@ -52,13 +52,15 @@ step_tests() {
   local test
   for test in "$programs"/*_test; do
     case $test in
+      */hopper_backward_test) shards "${test##*/}" 8 ;;
       */gpu_matches_reference_test | */hopper*_test) shards "${test##*/}" 4 ;;
       *) shards "${test##*/}" 1 ;;
     esac
   done
 }
 step_python() {
-  (cd "$repository" && run pytest 200 python3 -m pytest -q -m gpu -p no:cacheprovider python/tests/test_gpu.py) &
+  (cd "$repository" && run pytest 200 python3 -m pytest -q -m gpu -p no:cacheprovider python/tests/test_gpu.py \
+    python/tests/test_gpu_ring.py) &
 }
 step_check() {
   run check_every 120 "$programs/longspan" check --device cuda --random 1000 --json &

@@ -33,6 +33,9 @@ struct Workload {
   DType dtype = DType::bf16;
   Options options = {};  // besides causal
   bool always = true;    // false: only when asked for by name
+  // Rows that far apart in memory, heads in neighbouring ones: what a pattern of that dilation reads, as tensors that
+  // have no other rows, so that none is left to zero. 0: tensors as usual.
+  std::int64_t apart = 0;
 };
 
 /// Block masks: each block row sees five blocks around it, the first one, and four at a distance.
@@ -70,14 +73,18 @@ std::vector<Workload> workloads() {
     add("million", 1048576, 12, 64, million);
     add("wide131k", 131072, 16, 128, Pattern::dilated({8192, 16384, 32768, 65536}, {1, 2, 4, 8}));
     if (!causal) add("slide10k", 10001, 16, 48, slide, DType::f16);
-    // Only by name: what a call costs; strands of one length; 512 strands of 2,048 rows at several dilations; other
-    // head dims; a larger slide, and branches that merge at head dim 64; block masks.
+    // Only by name: what a call costs; strands of one length; 512 strands of 2,048 rows at several dilations, and the
+    // same ones without rows in between; other head dims; a larger slide, and branches that merge at head dim 64;
+    // block masks.
     const std::size_t named = list.size();
     add("call", 64, 1, 64, Pattern::dense());
     for (const std::int64_t rows : {64, 128, 256, 512, 1024})
       add(fmt::format("strand{}", rows), 131072, 8, 64, Pattern::dilated({rows}, {1}));
-    for (const std::int64_t r : {1, 2, 4, 8, 16})
+    for (const std::int64_t r : {1, 2, 4, 8, 16, 32, 64}) {
       add(fmt::format("dilation{}", r), 131072 * r, 8, 64, Pattern::dilated({2048 * r}, {r}));
+      add(fmt::format("apart{}", r), 131072, 8, 64, Pattern::dilated({2048}, {1}));
+      list.back().apart = r;
+    }
     add("dense16k_d48", 16384, 16, 48, Pattern::dense(), DType::f16);
     add("dense16k_d192", 16384, 8, 192, Pattern::dense());
     add("dense16k_d256", 16384, 8, 256, Pattern::dense());
@@ -111,7 +118,8 @@ std::vector<Workload> workloads() {
 /// Memory filled with normal numbers (a repeating block of them: only zeros would be too easy).
 class Tensor {
  public:
-  Tensor(const Workload& work, DType dtype, std::int64_t columns) : elements_(work.tokens * work.heads * columns) {
+  Tensor(const Workload& work, DType dtype, std::int64_t columns)
+      : elements_(work.tokens * std::max<std::int64_t>(1, work.apart) * work.heads * columns) {
     cuda::check(cudaMalloc(&data_, static_cast<std::size_t>(elements_ * size_of(dtype))), "a tensor of the benchmark");
     std::mt19937 engine(7);
     std::normal_distribution<float> normal;
@@ -122,10 +130,11 @@ class Tensor {
       else if (dtype == DType::bf16) reinterpret_cast<BFloat16*>(block.data())[i] = from_float<BFloat16>(value);
       else reinterpret_cast<Float16*>(block.data())[i] = from_float<Float16>(value);
     }
-    const std::int64_t bytes = elements_ * size_of(dtype), step = static_cast<std::int64_t>(block.size());
-    for (std::int64_t at = 0; at < bytes; at += step) {
-      cuda::check(cudaMemcpy(static_cast<std::byte*>(data_) + at, block.data(),
-                             static_cast<std::size_t>(std::min(step, bytes - at)), cudaMemcpyHostToDevice),
+    const std::size_t bytes = static_cast<std::size_t>(elements_ * size_of(dtype));
+    cuda::check(cudaMemcpy(data_, block.data(), block.size(), cudaMemcpyHostToDevice), "filling a tensor");
+    for (std::size_t at = block.size(); at < bytes; at *= 2) {
+      cuda::check(cudaMemcpy(static_cast<std::byte*>(data_) + at, data_, std::min(at, bytes - at),
+                             cudaMemcpyDeviceToDevice),
                   "filling a tensor");
     }
   }
@@ -185,10 +194,16 @@ void run(const Workload& work, const Request& request) {
   const Attention attention(work.pattern, options);
   const Tensor q(work, work.dtype, work.head_dim), k(work, work.dtype, work.head_dim),
       v(work, work.dtype, work.head_dim), out(work, work.dtype, work.head_dim), lse(work, DType::f32, 1);
+  // Heads in different rows are heads, those that share one are entries.
+  const std::int64_t heads = work.apart > 0 ? std::min(work.apart, work.heads) : work.heads;
+  const std::int64_t entries = work.heads / heads;
   const auto view = [&](const Tensor& t) {
-    return TensorView::bnhd(t.data(), work.dtype, 1, work.tokens, work.heads, work.head_dim, device);
+    TensorView result = TensorView::bnhd(t.data(), work.dtype, entries, work.tokens, heads, work.head_dim, device);
+    const std::int64_t row = work.heads * work.head_dim;
+    if (work.apart > 0) result.strides = {heads * work.head_dim, work.apart * row, row + work.head_dim, 1};
+    return result;
   };
-  const TensorView lse_view = TensorView::lse(lse.data(), 1, work.tokens, work.heads, device);
+  const TensorView lse_view = TensorView::lse(lse.data(), entries, work.tokens, heads, device);
   const auto plan = attention.plan(Attention::problem(view(q), view(k)));
   const PlanTotals totals = plan->totals();
   device_memory::reset_peak(device.index);

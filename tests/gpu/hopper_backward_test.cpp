@@ -302,36 +302,70 @@ TEST(HopperGradients, RefusalsSayWhy) {
   EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel(Pass::backward)->name, kHopper);
 }
 
-/// Needs no GPU: a tile of keys waits for as many as came to a pair of tiles of queries before it, or deterministic
-/// calls would hang. Wherever queries begin and end, for both groups.
+/// Needs no GPU: a tile of keys waits for as many as came to its tiles of queries before it, or deterministic calls
+/// would hang. Wherever queries begin and end, for both groups, told of by one or by two tiles.
 TEST(HopperWork, TurnsCountThoseBefore) {
   constexpr int kKeys = hopper::kKeyTileRows;
-  for (const int tile_queries : {64, 128}) {
-    for (const bool causal : {false, true}) {
-      for (const int begin : {0, 1, 63, 127, 128, 300}) {
-        for (int queries = 1; queries < 900; queries += 7) {
-          for (const int group : {0, 1}) {
-            const int key_tiles = (begin + queries + kKeys - 1) / kKeys;
-            std::map<int, int> came;
-            for (int i = 0; i < key_tiles; ++i) {
-              hopper::BackwardTask task{};
-              task.key_tile = causal ? key_tiles - 1 - i : i;
-              task.last_key_tile = key_tiles - 1;
-              task.queries = queries;
-              task.tiles = (queries + tile_queries - 1) / tile_queries;
-              task.diagonal = task.key_tile * kKeys - begin;
-              task.first_tile = causal ? std::max(0, task.diagonal) / tile_queries : 0;
-              const int own = task.tiles_of(group, tile_queries);
-              for (int tile = task.first_tile; tile < own; tile = (tile & ~1) + 2) {
-                const int end = task.pair_end(tile, own);
-                ASSERT_EQ(task.turn(end * tile_queries, causal), came[tile / 2]++)
-                    << tile_queries << " " << causal << " " << begin << " " << queries << " " << task.key_tile;
-              }
-            }
-          }
-        }
+  const auto check = [&](int tile_queries, bool causal, int begin, int queries, int group, int step) {
+    const int key_tiles = (begin + queries + kKeys - 1) / kKeys;
+    std::map<int, int> came;
+    for (int i = 0; i < key_tiles; ++i) {
+      hopper::BackwardTask task{};
+      task.key_tile = causal ? key_tiles - 1 - i : i;
+      task.last_key_tile = key_tiles - 1;
+      task.queries = queries;
+      task.tiles = (queries + tile_queries - 1) / tile_queries;
+      task.diagonal = task.key_tile * kKeys - begin;
+      task.first_tile = causal ? std::max(0, task.diagonal) / tile_queries : 0;
+      const int own = task.tiles_of(group, tile_queries);
+      for (int tile = task.first_tile; tile < own; tile = task.told_end(tile, own, step)) {
+        ASSERT_EQ(task.turn(task.told_end(tile, own, step) * tile_queries, causal), came[tile / step]++)
+            << tile_queries << " " << causal << " " << begin << " " << queries << " " << task.key_tile << " " << step;
       }
     }
+  };
+  for (const int tile_queries : {64, 128})
+    for (const bool causal : {false, true})
+      for (const int begin : {0, 1, 63, 127, 128, 300})
+        for (int queries = 1; queries < 900; queries += 7)
+          for (const int group : {0, 1})
+            for (const int step : {1, 2}) check(tile_queries, causal, begin, queries, group, step);
+}
+
+/// Needs no GPU: where strands of all branches are taken together, each item comes once, and tiles of keys of a strand
+/// in the order in which deterministic calls add them; what one waits for has been taken before it. Tiles of all
+/// strands take turns: none is ahead by two.
+TEST(HopperWork, StrandsTogetherKeepTheirOrder) {
+  std::mt19937 engine(6);
+  const auto draw = [&](int least, int most) { return std::uniform_int_distribution<int>(least, most)(engine); };
+  for (int trial = 0; trial < 200; ++trial) {
+    hopper::BackwardLaunch launch{};
+    cuda::Launch& base = launch.parts.base;
+    base.descending = trial % 2;
+    base.work_count = draw(1, 5);
+    unsigned most_tiles = 0, items = 0;
+    for (int w = 0; w < base.work_count; ++w) {
+      const int segments = draw(1, 4), heads = draw(1, 3), tiles = trial % 4 < 2 ? 9 : draw(1, 9);
+      base.work[w] = {items, static_cast<unsigned>(2 * segments * heads), 0, w, 0, 0, 1, heads, 0, segments, 0, tiles,
+                      0};
+      base.work[w].chunk = base.work[w].strands;
+      items += base.work[w].strands * static_cast<unsigned>(tiles);
+      most_tiles = std::max(most_tiles, static_cast<unsigned>(tiles));
+      launch.together += base.work[w].strands;
+    }
+    std::map<std::tuple<int, int, int, int>, int> taken;
+    unsigned found = 0;
+    for (unsigned place = 0; place < launch.together * most_tiles; ++place) {
+      const std::int64_t flat = launch.item_at(place);
+      if (flat < 0) continue;
+      ++found;
+      const cuda::Item item = base.decode(static_cast<unsigned>(flat));
+      int& before = taken[{item.branch, item.entry, item.head, item.segment}];
+      ASSERT_EQ(item.tile, base.descending ? base.work[item.branch].tiles - 1 - before : before);
+      ASSERT_EQ(before++, static_cast<int>(place / launch.together));
+    }
+    ASSERT_EQ(found, items);
+    ASSERT_EQ(taken.size(), launch.together);
   }
 }
 

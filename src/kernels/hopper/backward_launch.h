@@ -78,9 +78,22 @@ struct alignas(128) BackwardLaunch {
   unsigned first_ticket;  // launches before this one left the counter there
   unsigned halved;  // the last so many items are two each, with half of the queries: they fill the last round of blocks
   float* halves;    // what these leave for one another
+  int told_tiles;   // deterministic: tiles of queries that one block tells the next of at a time
+  unsigned together;  // deterministic: strands of all works, where each of them is one chunk; 0: work after work
 
   LONGSPAN_DEVICE int map(int branch, int phase, int longer) const {
     return first_map[branch] + (longer > 0 && phase >= longer);
+  }
+  /// The item that comes in a place of the order: where all strands are together, the first tiles of all works, then
+  /// the second ones. Places of works that have no tile left are no items: -1.
+  LONGSPAN_DEVICE std::int64_t item_at(unsigned place) const {
+    if (together == 0) return place;
+    const unsigned tile = place / together;
+    unsigned strand = place - tile * together;
+    const cuda::Work* work = parts.base.work;
+    for (; strand >= work->strands; ++work) strand -= work->strands;
+    if (tile >= static_cast<unsigned>(work->tiles)) return -1;
+    return work->first_item + tile * work->strands + strand;
   }
 };
 
@@ -106,8 +119,11 @@ struct BackwardTask {
     const int own = (queries + tile_queries - 1 - group * kSumTileRows) / tile_queries;
     return own < tiles ? own : tiles;
   }
-  /// Where the pair of tiles of queries that a tile is in ends, for a group that has rows of `own` tiles.
-  LONGSPAN_DEVICE int pair_end(int tile, int own) const { return (tile | 1) + 1 < own ? (tile | 1) + 1 : own; }
+  /// Where the tiles of queries that are told of together with one end, for a group that has rows of `own` tiles.
+  LONGSPAN_DEVICE int told_end(int tile, int own, int step) const {
+    const int end = (tile & -step) + step;
+    return end < own ? end : own;
+  }
   /// Tiles of keys that add before this one to queries up to `end`, where that has an order. Under a causal mask it is
   /// the one in which they come to them if all start at once on the diagonal: the last tile first. Upwards each would
   /// wait for the one before it, which has just begun.

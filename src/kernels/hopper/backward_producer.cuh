@@ -27,7 +27,9 @@ struct BackwardProducer {
     const bool halved = flat >= whole;
     task.half = static_cast<int>(flat - whole) & 1;
     task.pair = halved ? static_cast<int>(flat - whole) / 2 : -1;
-    const cuda::Item item = base.decode(halved ? whole + task.pair : flat);
+    const std::int64_t found = a.item_at(halved ? whole + task.pair : flat);
+    if (found < 0) return false;
+    const cuda::Item item = base.decode(static_cast<unsigned>(found));
     const cuda::StrandRows strand = base.branches[item.branch].strand(item.head, item.segment, base.length(item.entry));
     const cuda::StrandQueries queries = cuda::queries_of(strand, base.ranges[item.range]);
     int first_key = item.tile * S::kKeys;
@@ -205,13 +207,13 @@ struct BackwardProducer {
     }
   }
 
-  /// Adds one group's dQ to memory, tile by tile. Deterministic calls add in the order of items: each pair of tiles of
-  /// queries counts those that are done with it (pairs, since asking and telling take about as long as a tile).
-  /// Everything is told before anything is waited for.
+  /// Adds one group's dQ to memory, tile by tile. Deterministic calls add in the order of items: one or two tiles of
+  /// queries at a time count those that are done with them. Everything is told before anything is waited for.
   __device__ __forceinline__ void add(int group) const {
     unsigned* const turns = a.parts.turns;
     std::uint32_t parity = 0, number = 0;
-    bool primed = false;
+    const int step = a.told_tiles;
+    bool primed = false, asked = false;
     for (Ring<kTaskSlots> at;; at.advance()) {
       wait(memory.task_full(at.stage), at.parity);
       const BackwardTask& task = tasks[at.stage];
@@ -226,13 +228,14 @@ struct BackwardProducer {
       }
 #pragma unroll 1
       for (int tile = task.first_tile; tile < tiles; ++tile, parity ^= 1) {
-        const int begin = tile & ~1, end = task.pair_end(tile, own);
-        unsigned* const told = turns + first + 2 * begin;
+        const int begin = tile & -step, end = task.told_end(tile, own, step);
+        const auto is_turn = [&](int of_begin, int of_end) {
+          return cuda::load_acquire(turns + first + 2 * of_begin) ==
+                 static_cast<unsigned>(task.turn(of_end * S::kQueries, a.parts.base.causal));
+        };
         const bool opens = turns && tile < own && (tile == task.first_tile || tile == begin);
-        if (opens) {
-          const unsigned turn = static_cast<unsigned>(task.turn(end * S::kQueries, a.parts.base.causal));
-          while (cuda::load_acquire(told) != turn) {}
-        }
+        while (opens && !asked) asked = is_turn(begin, end);
+        asked = false;
         wait(memory.sum_full(group), parity);
         int place = tile;
         bool none = tile >= own;
@@ -251,8 +254,10 @@ struct BackwardProducer {
         wait_stores_read<0>();
         arrive(memory.sum_free(group));
         if (turns && tile + 1 == end) {
+          // Tile by tile there is no time to ask after telling, so that is done while the copy engine adds.
+          if (step == 1 && end < own) asked = is_turn(end, end + 1);
           wait_stores();
-          add_release(told);
+          add_release(turns + first + 2 * begin);
         }
       }
     }

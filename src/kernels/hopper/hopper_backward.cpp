@@ -19,6 +19,8 @@ constexpr std::int64_t kWidest = 256, kWidestInOrder = 128;
 constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20, kFewestStrands = 4, kMostStrands = 32, kMostInOrder = 48;
 // Tiles of queries by which a tile of keys comes after the one before it, where they add in order.
 constexpr std::int64_t kLag = 7;
+// Items of a call, in rounds of blocks, of which the last round is worth a thought.
+constexpr int kFewRounds = 6;
 // Short strands and many branches take more sums than dq has rows; this often at most, unless they are small.
 constexpr double kMostSums = 3.0;
 constexpr std::int64_t kSmallSums = std::int64_t{64} << 20;
@@ -36,7 +38,7 @@ int tile_keys(const Problem& problem) { return problem.head_dim <= 128 ? kKeyTil
 /// Items at the end that are two each, so that they fill the last round of blocks. Under a causal mask items of many
 /// lengths do that. Counted for one number of blocks, so that bits are the same on every Hopper GPU.
 int halved_items(const Plan& plan) {
-  constexpr int kBlocks = 2 * kMostHalved, kFewRounds = 6;
+  constexpr int kBlocks = 2 * kMostHalved;
   const Problem& problem = plan.problem();
   if (plan.options().causal || problem.query_rows != problem.tokens || has_masks(plan) || cuda::sums_keys(plan, 1))
     return 0;
@@ -90,6 +92,17 @@ std::int64_t strands_in_order(const cuda::Work& work, const Plan& plan, int bloc
   const std::int64_t strands = std::clamp(kLag * blocks / tiles, strands_together(work, plan), kMostInOrder);
   const std::int64_t chunks = std::max<std::int64_t>(1, work.strands / strands);
   return std::max<std::int64_t>(1, (work.strands + chunks - 1) / chunks);
+}
+
+/// Where each work is one chunk, and all strands together are not more than one may have, they are: a work of few
+/// strands, whose tiles would all wait for one another, does not come alone at the end then.
+unsigned strands_of_all(const cuda::Launch& part) {
+  unsigned strands = 0;
+  for (int w = 0; w < part.work_count; ++w) {
+    strands += part.work[w].strands;
+    if (part.work[w].chunk < part.work[w].strands) return 0;
+  }
+  return strands <= kMostInOrder ? strands : 0;
 }
 
 bool make_maps(BackwardLaunch& launch, const BackwardArguments& a) {
@@ -266,6 +279,15 @@ void backward(const BackwardArguments& a) {
         work.chunk = static_cast<unsigned>(in_order ? strands_in_order(work, a.plan, launch.blocks)
                                                     : strands_together(work, a.plan));
       }
+      launch.together = in_order ? strands_of_all(parts.base) : 0;
+      if (launch.together > 0) {
+        int tiles = 0;
+        for (int w = 0; w < part.work_count; ++w) tiles = std::max(tiles, part.work[w].tiles);
+        parts.items = launch.together * static_cast<unsigned>(tiles);
+      }
+      // Asking and telling takes longer than a tile of queries, but a strand's tiles of keys follow sooner: that
+      // matters where a call has few.
+      launch.told_tiles = part.items < kFewRounds * std::int64_t{launch.blocks} ? 1 : 2;
       cuda::check(starts.run(launch, stream), "starting the Hopper backward kernel");
       // Every block takes one number that is no item any more.
       launch.first_ticket += parts.items + launch.halved + static_cast<unsigned>(launch.blocks);

@@ -2,10 +2,11 @@
 
     python bench/cpu_vs_torch.py [--quick] [--json] [--only TEXT] [--repeats 5] [--compiled] [--threads 2]
 
-Ours and torch take turns on the same tensors. A sample counts only if short bursts of matrix products (and tiles, for bfloat16) right
-before and right after it ran at 90% of the best seen (busy neighbours halve a machine's speed for seconds at a time); a pause
-around each sample lets torch's threads, which spin after a call, go to sleep. Our outputs are allocated beforehand; the
-allocator is told to keep its memory for both sides. Numbers, hardware, commit and command go to bench/results/cpu_*.json.
+Ours and torch take turns on the same tensors. A sample is clean if short bursts of matrix products (and tiles, for bfloat16) right
+before and right after it ran at 90% of the best seen (busy neighbours halve a machine's speed for seconds at a time); where a time
+limit ends before there are enough of them, the samples with the fastest bursts count, and the row says so. A pause around each
+sample lets torch's threads, which spin after a call, go to sleep. Our outputs are allocated beforehand; the allocator is told to
+keep its memory for both sides. Numbers, hardware, commit and command go to bench/results/cpu_*.json.
 --quick: 8,192 tokens only, without scaling and memory. --compiled: torch.compile joins the peers (minutes of compiling).
 """
 
@@ -82,19 +83,24 @@ class Burst:
 
 
 def alternate(functions: dict, repeats: int, burst: Burst, limit: float) -> tuple[dict[str, float], bool]:
-    """Median seconds of each function, and whether all samples passed the gate."""
+    """Median seconds of each function's `repeats` samples around which the machine was quietest, and whether all of them passed
+    the gate. Sampling ends when they all do, or after `limit` seconds."""
     for function in functions.values():
         function()
-    clean: dict[str, list[float]] = {name: [] for name in functions}
-    every: dict[str, list[float]] = {name: [] for name in functions}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}  # speed of the bursts around it, seconds
     began = time.perf_counter()
 
-    def more_time() -> bool:
-        return time.perf_counter() - began < limit
+    def clean(name: str) -> int:
+        return sum(speed >= GATE for speed, _ in samples[name])
 
-    while min(map(len, every.values())) < repeats or (min(map(len, clean.values())) < repeats and more_time()):
+    def more_wanted() -> bool:
+        if min(map(len, samples.values())) < repeats:
+            return True
+        return min(map(clean, functions)) < repeats and time.perf_counter() - began < limit
+
+    while more_wanted():
         for name, function in functions.items():
-            if len(clean[name]) == repeats:
+            if clean(name) >= repeats:
                 continue
             for _ in range(WAITS):  # neighbours come and go within a second
                 if (before := burst.measure()) >= GATE:
@@ -105,12 +111,10 @@ def alternate(functions: dict, repeats: int, burst: Burst, limit: float) -> tupl
             function()
             taken = time.perf_counter() - start
             time.sleep(PAUSE)
-            every[name].append(taken)
-            if min(before, burst.measure()) >= GATE:
-                clean[name].append(taken)
-    good = min(map(len, clean.values())) >= repeats
-    chosen = clean if good else every
-    return {name: statistics.median(samples) for name, samples in chosen.items()}, good
+            samples[name].append((min(before, burst.measure()), taken))
+    chosen = {name: sorted(taken, reverse=True)[:repeats] for name, taken in samples.items()}
+    good = all(speed >= GATE for taken in chosen.values() for speed, _ in taken)
+    return {name: statistics.median(seconds for _, seconds in taken) for name, taken in chosen.items()}, good
 
 
 def sliced(segments: list[int], dilations: list[int], causal: bool):

@@ -133,9 +133,9 @@ class Tensor {
     const std::size_t bytes = static_cast<std::size_t>(elements_ * size_of(dtype));
     cuda::check(cudaMemcpy(data_, block.data(), block.size(), cudaMemcpyHostToDevice), "filling a tensor");
     for (std::size_t at = block.size(); at < bytes; at *= 2) {
-      cuda::check(cudaMemcpy(static_cast<std::byte*>(data_) + at, data_, std::min(at, bytes - at),
-                             cudaMemcpyDeviceToDevice),
-                  "filling a tensor");
+      cuda::check(
+          cudaMemcpy(static_cast<std::byte*>(data_) + at, data_, std::min(at, bytes - at), cudaMemcpyDeviceToDevice),
+          "filling a tensor");
     }
   }
   ~Tensor() { cudaFree(data_); }

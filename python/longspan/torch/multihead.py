@@ -10,13 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .._errors import InvalidArgument
-from .dilated import DilatedAttention
-from .options import autocast_once, check_dropout, inner_norm, integer, key_mask, warn_once
+from .dilated import DilatedAttention, ImprovedDilatedAttention
+from .options import autocast_once, check_dropout, hooked, inner_norm, integer, key_mask, warn_once
+from .projected import FEWEST_ROWS, projected_attention
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 class _Multihead(nn.Module):
-    """What both multihead classes share: checks, the attention, the norm before the output projection (MAGNETO), and
-    a forward that takes the calls of both older packages. Subclasses make the query, key and value projections."""
+    """What both multihead classes share: checks, projections, the attention, the norm before the output projection
+    (MAGNETO), and a forward that takes the calls of both older packages."""
+
+    #: Linear layers for query, key and value: one each, or one whose rows are all three in that order.
+    _PROJECTIONS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -58,13 +64,39 @@ class _Multihead(nn.Module):
         self._reset_parameters()
 
     def _make_projections(self, bias: bool, placement: dict[str, Any]) -> None:
-        raise NotImplementedError
+        each = 3 // len(self._PROJECTIONS)
+        for name in self._PROJECTIONS:
+            setattr(self, name, nn.Linear(self.embed_dim, each * self.embed_dim, bias=bias, **placement))
+
+    def _layers(self) -> list[nn.Linear]:
+        return [getattr(self, name) for name in self._PROJECTIONS]
 
     def _projection_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError
+        layers = self._layers()
+        return tuple(part for layer in layers for part in layer.weight.chunk(3 // len(layers)))
+
+    def _projection_biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        layers = self._layers()
+        if layers[0].bias is None:
+            return None, None, None
+        return tuple(part for layer in layers for part in layer.bias.chunk(3 // len(layers)))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
+
+    def _runs_together(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether projections and attention may be one call: it pays, and nobody's own layers or hooks are among them."""
+        rows = query.shape[0] * query.shape[1]
+        if key is not value or rows < FEWEST_ROWS.get(query.device.type, rows + 1) or query.dtype is torch.float64:
+            return False
+        if type(self.attention) not in (DilatedAttention, ImprovedDilatedAttention) or hooked(self.attention):
+            return False
+        layers = self._layers()
+        return all(
+            type(layer) is nn.Linear and type(layer.weight) in _PLAIN_TENSORS and not hooked(layer)
+            and (layer.bias is None) == (layers[0].bias is None)
+            for layer in layers
+        )  # fmt: skip
 
     def _reset_parameters(self) -> None:
         query_weight, key_weight, value_weight = self._projection_weights()
@@ -134,9 +166,14 @@ class _Multihead(nn.Module):
         if padding is not None:
             mask = ~padding if mask is None else mask & ~padding
 
-        split = (batch, tokens, self.num_heads, self.head_dim)
-        projected = (x.view(split) for x in self._project(query, key, value))
-        out = self.attention(*projected, is_causal=is_causal, attention_mask=mask)
+        if self._runs_together(query, key, value):
+            out = projected_attention(
+                query, key, self._projection_weights(), self._projection_biases(), self.attention, self.num_heads, is_causal, mask
+            )
+        else:
+            split = (batch, tokens, self.num_heads, self.head_dim)
+            projected = (x.view(split) for x in self._project(query, key, value))
+            out = self.attention(*projected, is_causal=is_causal, attention_mask=mask)
         return self._finish(out.reshape(batch, tokens, self.embed_dim)), None
 
     def _finish(self, out: Tensor) -> Tensor:
@@ -174,21 +211,17 @@ class MultiheadDilatedAttention(_Multihead):
             gamma_init, {"device": device, "dtype": dtype}, pool_arguments,
         )  # fmt: skip
 
-    def _make_projections(self, bias: bool, placement: dict[str, Any]) -> None:
-        self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
-        self.k_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
-        self.v_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
-
-    def _projection_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = autocast_once(query, key, value)
-        return self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        cast = autocast_once(query)
+        cast_key = cast if key is query else autocast_once(key)
+        cast_value = cast if value is query else cast_key if value is key else autocast_once(value)
+        return self.q_proj(cast), self.k_proj(cast_key), self.v_proj(cast_value)
 
 
 class ImprovedMultiheadDilatedAttention(_Multihead):
     """The same computation with one fused projection qkv_proj, whose rows are query, key and value in that order."""
+
+    _PROJECTIONS = ("qkv_proj",)
 
     def __init__(
         self,
@@ -212,15 +245,7 @@ class ImprovedMultiheadDilatedAttention(_Multihead):
         )  # fmt: skip
         self.attention.allow_tf32 = bool(use_tf32)
 
-    def _make_projections(self, bias: bool, placement: dict[str, Any]) -> None:
-        self.qkv_proj = nn.Linear(self.embed_dim, 3 * self.embed_dim, bias=bias, **placement)
-
-    def _projection_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.qkv_proj.weight.chunk(3)
-
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if key is query and value is query:
             return self.qkv_proj(query).chunk(3, dim=-1)  # views: the operator reads them in place
-        biases = (None,) * 3 if self.qkv_proj.bias is None else self.qkv_proj.bias.chunk(3)
-        weights = self.qkv_proj.weight.chunk(3)
-        return tuple(map(functional.linear, (query, key, value), weights, biases))
+        return tuple(map(functional.linear, (query, key, value), self._projection_weights(), self._projection_biases()))

@@ -25,18 +25,18 @@ from .._longspan import Attention, Pattern, TorchCalls
 from .._patterns import as_pattern, compiled
 
 # What both passes take after their tensors, in this order.
-_SETTINGS = (
+SETTINGS = (
     "str pattern, bool causal, float? scale, float? output_scale, float dropout, Tensor? seed, Tensor? lengths, "
     "Tensor? key_mask, Tensor? alibi_slopes, SymInt[]? query_ranges, bool deterministic, bool detached_mix, "
     "bool allow_tf32, str kernel"
 )
-_SETTING_COUNT = 14
+SETTING_COUNT = 14
 
-_library = torch.library.Library("longspan", "DEF")
-_library.define(f"attention(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
-_library.define(
+library = torch.library.Library("longspan", "DEF")
+library.define(f"attention(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)")
+library.define(
     "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    f"Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor lse, {SETTINGS}) -> (Tensor, Tensor, Tensor)"
 )
 
 _forward_op = torch.ops.longspan.attention.default
@@ -156,12 +156,12 @@ def _check_tensors(**tensors: Tensor) -> None:
 
 
 # What a call may bring beside its main tensors: seed, lengths, key_mask, alibi_slopes and query_ranges (flat).
-_NO_DATA = (None,) * 5
+NO_DATA = (None,) * 5
 
 
 def _arguments(query: Tensor, data: tuple) -> tuple:
     """A call's data as compiled calls take it, after everything else."""
-    if data is _NO_DATA:
+    if data is NO_DATA:
         return ()
     seed, lengths, key_mask, alibi_slopes, query_ranges = data
     _check_capture(query, lengths)
@@ -207,17 +207,23 @@ class _RawCalls:
         operator, grad_out, grad_lse, query, key, value, out, lse, lengths=None, key_mask=None, alibi_slopes=None,
         *rest,
     ):  # fmt: skip
-        if grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()  # autograd hands over expanded scalars, for example from sum()
         grads = (_empty_like(query), _empty_like(key), _empty_like(value))
-        operator.backward(
-            *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
-            raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse),
-            *map(raw_tensor, ("dq", "dk", "dv"), grads),
-            _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
-            _raw_or_none("alibi_slopes", alibi_slopes), *rest, **placement(query),
-        )  # fmt: skip
+        _backward_into(grads, operator, grad_out, grad_lse, query, key, value, out, lse, lengths, key_mask, alibi_slopes, *rest)
         return grads
+
+
+def _backward_into(
+    grads, operator, grad_out, grad_lse, query, key, value, out, lse, lengths=None, key_mask=None, alibi_slopes=None, *rest
+) -> None:
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()  # autograd hands over expanded scalars, for example from sum()
+    operator.backward(
+        *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
+        raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse),
+        *map(raw_tensor, ("dq", "dk", "dv"), grads),
+        _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
+        _raw_or_none("alibi_slopes", alibi_slopes), *rest, **placement(query),
+    )  # fmt: skip
 
 
 def _make_calls() -> Any:
@@ -243,7 +249,7 @@ def _make_calls() -> Any:
 _calls = _make_calls()
 
 
-def _run_forward(query, key, value, *settings):
+def run_forward(query, key, value, *settings):
     _check_tensors(query=query, key=key, value=value)
     operator = compiled(*settings[:5], *settings[10:])
     arguments = _arguments(query, settings[5:10])
@@ -253,12 +259,13 @@ def _run_forward(query, key, value, *settings):
         raise renamed(error, _NAMES) from None
 
 
-def _run_backward(grad_out, grad_lse, query, key, value, out, lse, *settings):
+def run_backward(grad_out, grad_lse, query, key, value, out, lse, *settings, into=None):
+    """into: where the gradients go, in any strides; without it they are new."""
     _check_tensors(query=query, key=key, value=value, out=out, grad_out=grad_out)
     operator = compiled(*settings[:5], *settings[10:])
-    arguments = _arguments(query, settings[5:10])
+    call = (operator, grad_out, grad_lse, query, key, value, out, lse, *_arguments(query, settings[5:10]))
     try:
-        return _calls.backward(operator, grad_out, grad_lse, query, key, value, out, lse, *arguments)
+        return _calls.backward(*call) if into is None else _backward_into(into, *call)
     except InvalidArgument as error:
         raise renamed(error, _NAMES) from None
 
@@ -284,13 +291,13 @@ def _differentiate(ctx, grad_out, grad_lse):
     query, key, value, out, lse, *call_tensors = ctx.saved_tensors
     if grad_out is None:
         if grad_lse is None:
-            return (None,) * (3 + _SETTING_COUNT)
+            return (None,) * (3 + SETTING_COUNT)
         grad_out = torch.zeros_like(out)
     grads = _backward_op(grad_out, grad_lse, query, key, value, out, lse, *ctx.before, *call_tensors, *ctx.after)
-    return *grads, *(None,) * _SETTING_COUNT
+    return *grads, *(None,) * SETTING_COUNT
 
 
-def _refuse_second_derivative(ctx, *grads):
+def refuse_second_derivative(ctx, *grads):
     raise Unsupported("longspan::attention has first derivatives only: call backward without create_graph")
 
 
@@ -310,13 +317,13 @@ def _autocast(device_type: str):
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("attention", _run_forward, _device)
-    _library.impl("attention_backward", _run_backward, _device)
-    _library.impl("attention", _autocast(_device.lower()), f"Autocast{_device}")
-torch.library.register_fake("longspan::attention", _fake_forward, lib=_library)
-torch.library.register_fake("longspan::attention_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("longspan::attention", _differentiate, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd("longspan::attention_backward", _refuse_second_derivative, lib=_library)
+    library.impl("attention", run_forward, _device)
+    library.impl("attention_backward", run_backward, _device)
+    library.impl("attention", _autocast(_device.lower()), f"Autocast{_device}")
+torch.library.register_fake("longspan::attention", _fake_forward, lib=library)
+torch.library.register_fake("longspan::attention_backward", _fake_backward, lib=library)
+torch.library.register_autograd("longspan::attention", _differentiate, setup_context=_setup_context, lib=library)
+torch.library.register_autograd("longspan::attention_backward", refuse_second_derivative, lib=library)
 
 
 def _settings(operator: Attention, data: tuple) -> tuple:
@@ -334,7 +341,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, operator, data, with_lse):
         out, lse = _calls.forward(operator, query, key, value, True, *_arguments(query, data))
-        ctx.save_for_backward(query, key, value, out, lse, *(() if data is _NO_DATA else data[:4]))
+        ctx.save_for_backward(query, key, value, out, lse, *(() if data is NO_DATA else data[:4]))
         ctx.call = (operator, data[4])
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
@@ -343,7 +350,7 @@ class _Eager(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse=None):
         query, key, value, out, lse, *tensors = ctx.saved_tensors
         operator, ranges = ctx.call
-        data = (*tensors, ranges) if tensors else _NO_DATA
+        data = (*tensors, ranges) if tensors else NO_DATA
         if grad_out is None:
             if grad_lse is None:
                 return (None,) * 6
@@ -386,7 +393,7 @@ def _as_tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor | None:
     return result.to(dtype)
 
 
-def _call_data(query: Tensor, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges) -> tuple:
+def call_data(query: Tensor, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges) -> tuple:
     """The data of a call as the schema has it."""
     if not dropout:
         seed = None
@@ -456,9 +463,9 @@ def attention(
     mode = 0 if torch.compiler.is_compiling() else _calls.mode(query, key, value)
     if mode == 0:
         _check_devices(query, key, value)
-    data = _NO_DATA
+    data = NO_DATA
     if dropout or not (lengths is None and key_mask is None and alibi_slopes is None and query_ranges is None):
-        data = _call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
+        data = call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
     lse = None
     if mode == 0:
         out, lse = _forward_op(
@@ -512,7 +519,7 @@ def attention_backward(
     if dropout and seed is None:
         raise InvalidArgument("seed is None with dropout: pass the seed of the forward call", "seed")
     query, key, value, out, grad_out = _arranged(layout, query, key, value, out, grad_out)
-    data = _call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
+    data = call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
     with torch.no_grad():
         grads = _backward_op(
             grad_out, dlse, query, key, value, out, lse, _text(pattern), causal, scale, output_scale, dropout, *data,

@@ -82,18 +82,15 @@ def finite(name: str, value: float) -> float:
     return result
 
 
-def autocast_once(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, tensors in its type: each linear layer that reads one would cast it again, and keep its copy. A
-    tensor given twice is cast once."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    cast = {id(x): x if x.dtype is torch.float64 else x.to(dtype) for x in tensors}
-    return tuple(cast[id(x)] for x in tensors)
+def autocast_once(tensor: Tensor) -> Tensor:
+    """Under autocast, the tensor in its type: each linear layer that reads it would cast it again, and keep its copy."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Whether somebody wants to see calls of the module."""
     return bool(
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
@@ -103,7 +100,7 @@ def _hooked(module: nn.Module) -> bool:
 def inner_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """norm(x) between two linear layers. Autocast would widen 16 bits to 32, normalise, and narrow them again for the next
     layer; the sums are of 32 bits in any case. Norms with hooks or without weights are called as they are."""
-    if type(norm) is not nn.LayerNorm or x.dtype not in (torch.bfloat16, torch.float16) or _hooked(norm):
+    if type(norm) is not nn.LayerNorm or x.dtype not in (torch.bfloat16, torch.float16) or hooked(norm):
         return norm(x)
     if norm.weight is None or norm.bias is None or x.dtype is norm.weight.dtype:
         return norm(x)

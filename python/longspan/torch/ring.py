@@ -106,14 +106,6 @@ class RingMultiheadDilatedAttention(_Multihead):
         )  # fmt: skip
         self.attention = RingDilatedAttention(segment_lengths, dilation_rates, dropout, **ring_arguments)
 
-    def _make_projections(self, bias: bool, placement: dict[str, Any]) -> None:
-        self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
-        self.k_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
-        self.v_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **placement)
-
-    def _projection_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_proj(query), self.k_proj(key), self.v_proj(value)
 

@@ -1,0 +1,215 @@
+"""Projections and attention together: longspan::strand_linear and longspan::stacked_attention, with their backwards.
+
+A head group of dilated attention reads every r-th row, so the linear layers before it compute no others: matrix products
+take rows in steps as they are. And query, key and value of a row lie side by side, so that their gradients do, too: one
+product instead of three for the gradient of the input, and no sums of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .dilated import DilatedAttention
+from .operator import (
+    NO_DATA,
+    SETTING_COUNT,
+    SETTINGS,
+    call_data,
+    library,
+    refuse_second_derivative,
+    run_backward,
+    run_forward,
+)
+from .options import autocast_once
+
+# With fewer rows the host takes longer for these calls than a device for what they save.
+FEWEST_ROWS = {"cpu": 4096, "cuda": 16384}
+
+# strands: [first column, end, first row, step] of each block of outputs, one after another. What lies between rows is
+# not written, and its gradients are not read.
+library.define("strand_linear(Tensor x, Tensor weight, Tensor? bias, int[] strands) -> Tensor")
+library.define(
+    "strand_linear_backward(Tensor grad, Tensor x, Tensor weight, bool has_bias, int[] strands) -> (Tensor, Tensor, Tensor)"
+)
+# stacked: [batch, tokens, heads, 3, head_dim]; or of query alone, and `keys` of key and value.
+library.define(f"stacked_attention(Tensor stacked, Tensor? keys, {SETTINGS}) -> (Tensor, Tensor)")
+library.define(
+    "stacked_attention_backward(Tensor grad_out, Tensor stacked, Tensor? keys, Tensor out, Tensor lse, "
+    f"{SETTINGS}) -> (Tensor, Tensor)"
+)
+
+_strand_linear = torch.ops.longspan.strand_linear.default
+_strand_linear_backward = torch.ops.longspan.strand_linear_backward.default
+_stacked_attention = torch.ops.longspan.stacked_attention.default
+_stacked_attention_backward = torch.ops.longspan.stacked_attention_backward.default
+
+
+def _blocks(strands: Sequence[int]) -> list[tuple[slice, slice]]:
+    """(columns, rows) of each; first those that have every row."""
+    blocks = [
+        (slice(first, end), slice(row, None, step))
+        for first, end, row, step in zip(strands[::4], strands[1::4], strands[2::4], strands[3::4])
+    ]
+    return sorted(blocks, key=lambda block: block[1].step)
+
+
+def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, strands: Sequence[int]) -> Tensor:
+    result = x.new_empty((x.shape[0], weight.shape[0]))
+    for columns, rows in _blocks(strands):
+        part = weight[columns].t()
+        if bias is None:
+            torch.mm(x[rows], part, out=result[rows, columns])
+        else:
+            torch.addmm(bias[columns], x[rows], part, out=result[rows, columns])
+    return result
+
+
+def _run_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool, strands: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    result, grad_weight, grad_bias = _fake_linear_backward(grad, x, weight, has_bias, strands)
+    blocks = _blocks(strands)
+    if blocks[0][1].step > 1:
+        result.zero_()
+    for number, (columns, rows) in enumerate(blocks):
+        part = grad[rows, columns]
+        if number == 0 and rows.step == 1:
+            torch.mm(part, weight[columns], out=result)
+        else:
+            result[rows].addmm_(part, weight[columns])
+        torch.mm(part.t(), x[rows], out=grad_weight[columns])
+        if has_bias:
+            torch.sum(part, 0, out=grad_bias[columns])
+    return result, grad_weight, grad_bias
+
+
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None, strands: Sequence[int]) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _fake_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool, strands: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0] if has_bias else 0)
+
+
+def _linear_context(ctx, inputs, output) -> None:
+    x, weight, bias, ctx.strands = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate_linear(ctx, grad):
+    grads = _strand_linear_backward(grad, *ctx.saved_tensors, ctx.has_bias, ctx.strands)
+    return *grads[:2], grads[2] if ctx.has_bias else None, None
+
+
+def _parts(stacked: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:
+    """Query, key and value."""
+    return stacked.unbind(3) if keys is None else (*stacked.unbind(3), *keys.unbind(3))
+
+
+def _run_attention(stacked: Tensor, keys: Tensor | None, *settings) -> tuple[Tensor, Tensor]:
+    return run_forward(*_parts(stacked, keys), *settings)
+
+
+def _run_attention_backward(grad_out, stacked, keys, out, lse, *settings) -> tuple[Tensor, Tensor]:
+    grads = _fake_attention_backward(grad_out, stacked, keys)
+    into = _parts(grads[0], None if keys is None else grads[1])
+    run_backward(grad_out, None, *_parts(stacked, keys), out, lse, *settings, into=into)
+    return grads
+
+
+def _fake_attention(stacked: Tensor, keys: Tensor | None, *settings) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _, head_dim = stacked.shape
+    sums = stacked.dtype if stacked.dtype is torch.float64 else torch.float32
+    return stacked.new_empty((batch, rows, heads, head_dim)), stacked.new_empty((batch, heads, rows), dtype=sums)
+
+
+def _fake_attention_backward(grad_out, stacked, keys, *rest) -> tuple[Tensor, Tensor]:
+    return stacked.new_empty(stacked.shape), stacked.new_empty(0 if keys is None else keys.shape)
+
+
+def _attention_context(ctx, inputs, output) -> None:
+    # Of the settings, numbers 5 to 8 are tensors: seed, lengths, key_mask, alibi_slopes.
+    ctx.save_for_backward(*inputs[:2], *output, *inputs[7:11])
+    ctx.before, ctx.after = inputs[2:7], inputs[11:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_attention(ctx, grad_out, _):
+    stacked, keys, out, lse, *call_tensors = ctx.saved_tensors
+    nothing = (None,) * SETTING_COUNT
+    if grad_out is None:
+        return None, None, *nothing
+    grads = _stacked_attention_backward(grad_out, stacked, keys, out, lse, *ctx.before, *call_tensors, *ctx.after)
+    return grads[0], None if keys is None else grads[1], *nothing
+
+
+for _name, _run, _fake, _differentiate, _context in (
+    ("strand_linear", _run_linear, _fake_linear, _differentiate_linear, _linear_context),
+    ("strand_linear_backward", _run_linear_backward, _fake_linear_backward, refuse_second_derivative, None),
+    ("stacked_attention", _run_attention, _fake_attention, _differentiate_attention, _attention_context),
+    ("stacked_attention_backward", _run_attention_backward, _fake_attention_backward, refuse_second_derivative, None),
+):
+    for _device in ("CPU", "CUDA"):
+        library.impl(_name, _run, _device)
+    torch.library.register_fake(f"longspan::{_name}", _fake, lib=library)
+    torch.library.register_autograd(f"longspan::{_name}", _differentiate, setup_context=_context, lib=library)
+
+
+def strands_of(attention: DilatedAttention, heads: int, batch: int, tokens: int) -> list[tuple[int, int, int, int]]:
+    """(first head, end, first row, step) of each head group: the rows of [batch * tokens] that it reads, or all of them
+    where they are not evenly apart."""
+    groups = len(attention.segment_lengths)
+    result, first = [], 0
+    for index, (segment, dilation) in enumerate(zip(attention.segment_lengths, attention.dilation_rates)):
+        end = first + heads // groups + (1 if index < heads % groups else 0)
+        even = (segment >= tokens or segment % dilation == 0) and (batch == 1 or tokens % dilation == 0)
+        result.append((first, end, index % dilation, dilation) if even else (first, end, 0, 1))
+        first = end
+    return result
+
+
+def _project(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], strands: Sequence[tuple[int, int, int, int]],
+    heads: int,
+) -> Tensor:  # fmt: skip
+    """[batch, tokens, features] -> [batch, tokens, heads, parts, head_dim], one part for each weight."""
+    batch, tokens, features = x.shape
+    parts = len(weights)
+    weight = torch.stack([w.unflatten(0, (heads, -1)) for w in weights], 1).flatten(0, 2)
+    bias = None if biases[0] is None else torch.stack([b.unflatten(0, (heads, -1)) for b in biases], 1).flatten()
+    x, weight, bias = autocast_once(x), autocast_once(weight), None if bias is None else autocast_once(bias)
+    width = weight.shape[0] // heads
+    flat = [number for first, end, row, step in strands for number in (first * width, end * width, row, step)]
+    result = _strand_linear(x.reshape(batch * tokens, features), weight, bias, flat)
+    return result.view(batch, tokens, heads, parts, width // parts)
+
+
+def projected_attention(
+    query: Tensor,
+    memory: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    attention: DilatedAttention,
+    heads: int,
+    is_causal: bool,
+    key_mask: Tensor | None,
+) -> Tensor:
+    """attention of linear layers of query and, for key and value, of memory; [batch, tokens, heads, head_dim]."""
+    strands = strands_of(attention, heads, query.shape[0], query.shape[1])
+    own = 3 if memory is query else 1
+    stacked = _project(query, weights[:own], biases[:own], strands, heads)
+    keys = None if own == 3 else _project(memory, weights[1:], biases[1:], strands, heads)
+    dropout = attention.dropout if attention.training else 0.0
+    data = NO_DATA
+    if dropout or key_mask is not None:
+        data = call_data(query, dropout, None, None, key_mask, None, None)
+    return _stacked_attention(
+        stacked, keys, attention.pattern, is_causal, attention.softmax_scale, None, dropout, *data, False, False,
+        attention.allow_tf32, "",
+    )[0]  # fmt: skip

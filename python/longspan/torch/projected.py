@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .dilated import DilatedAttention
 from .operator import (
@@ -28,11 +29,16 @@ from .options import autocast_once
 # With fewer rows the host takes longer for these calls than a device for what they save.
 FEWEST_ROWS = {"cpu": 4096, "cuda": 16384}
 
-# strands: [first column, end, first row, step] of each block of outputs, one after another. What lies between rows is
-# not written, and its gradients are not read.
-library.define("strand_linear(Tensor x, Tensor weight, Tensor? bias, int[] strands) -> Tensor")
+# Columns of ones after the inputs: a weight for the first of them is the bias, and its gradient comes with that of the
+# others. torch would fill outputs in steps with the bias first, and sum their gradients once more. Rows should begin
+# with a cache line, for the GPU's copy engine.
+_ONES = {"cpu": 8, "cuda": 64}
+
+# strands: columns, first row and step of each block of outputs, one after another. What lies between rows is not
+# written, and its gradients are not read. features: the columns of x that have a gradient.
+library.define("strand_linear(Tensor x, Tensor weight, int features, int[] strands) -> Tensor")
 library.define(
-    "strand_linear_backward(Tensor grad, Tensor x, Tensor weight, bool has_bias, int[] strands) -> (Tensor, Tensor, Tensor)"
+    "strand_linear_backward(Tensor grad, Tensor x, Tensor weight, int features, int[] strands) -> (Tensor, Tensor)"
 )
 # stacked: [batch, tokens, heads, 3, head_dim]; or of query alone, and `keys` of key and value.
 library.define(f"stacked_attention(Tensor stacked, Tensor? keys, {SETTINGS}) -> (Tensor, Tensor)")
@@ -47,64 +53,56 @@ _stacked_attention = torch.ops.longspan.stacked_attention.default
 _stacked_attention_backward = torch.ops.longspan.stacked_attention_backward.default
 
 
-def _blocks(strands: Sequence[int]) -> list[tuple[slice, slice]]:
-    """(columns, rows) of each; first those that have every row."""
-    blocks = [
-        (slice(first, end), slice(row, None, step))
-        for first, end, row, step in zip(strands[::4], strands[1::4], strands[2::4], strands[3::4])
-    ]
-    return sorted(blocks, key=lambda block: block[1].step)
-
-
-def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, strands: Sequence[int]) -> Tensor:
-    result = x.new_empty((x.shape[0], weight.shape[0]))
-    for columns, rows in _blocks(strands):
-        part = weight[columns].t()
-        if bias is None:
-            torch.mm(x[rows], part, out=result[rows, columns])
+def _run_linear(x: Tensor, weight: Tensor, features: int, strands: Sequence[int]) -> Tensor:
+    result = _fake_linear(x, weight, features, strands)
+    sizes = strands[::3]
+    blocks = zip(weight.t().split_with_sizes(sizes, 1), result.split_with_sizes(sizes, 1), strands[1::3], strands[2::3])
+    for part, target, row, step in blocks:
+        if step == 1:
+            torch.mm(x, part, out=target)
         else:
-            torch.addmm(bias[columns], x[rows], part, out=result[rows, columns])
+            torch.mm(x[row::step], part, out=target[row::step])
     return result
 
 
 def _run_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool, strands: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    result, grad_weight, grad_bias = _fake_linear_backward(grad, x, weight, has_bias, strands)
-    blocks = _blocks(strands)
-    if blocks[0][1].step > 1:
-        result.zero_()
-    for number, (columns, rows) in enumerate(blocks):
-        part = grad[rows, columns]
-        if number == 0 and rows.step == 1:
-            torch.mm(part, weight[columns], out=result)
+    grad: Tensor, x: Tensor, weight: Tensor, features: int, strands: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = _fake_linear_backward(grad, x, weight, features, strands)
+    sizes = strands[::3]
+    given, weights, made = (tensor.split_with_sizes(sizes, i) for tensor, i in ((grad, 1), (weight, 0), (grad_weight, 0)))
+    target, begun = grad_x[:, :features], False
+    for i in sorted(range(len(sizes)), key=strands[2::3].__getitem__):  # first a block that has every row
+        row, step = strands[3 * i + 1 : 3 * i + 3]
+        part, taken = (given[i], x) if step == 1 else (given[i][row::step], x[row::step])
+        if not begun and step > 1:
+            target.zero_()
+        if not begun and step == 1:
+            torch.mm(part, weights[i][:, :features], out=target)
         else:
-            result[rows].addmm_(part, weight[columns])
-        torch.mm(part.t(), x[rows], out=grad_weight[columns])
-        if has_bias:
-            torch.sum(part, 0, out=grad_bias[columns])
-    return result, grad_weight, grad_bias
+            target[row::step].addmm_(part, weights[i][:, :features])
+        begun = True
+        torch.mm(part.t(), taken, out=made[i])
+    return grad_x, grad_weight
 
 
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None, strands: Sequence[int]) -> Tensor:
+def _fake_linear(x: Tensor, weight: Tensor, features: int, strands: Sequence[int]) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 def _fake_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool, strands: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0] if has_bias else 0)
+    grad: Tensor, x: Tensor, weight: Tensor, features: int, strands: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _linear_context(ctx, inputs, output) -> None:
-    x, weight, bias, ctx.strands = inputs
-    ctx.has_bias = bias is not None
+    x, weight, ctx.features, ctx.strands = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _differentiate_linear(ctx, grad):
-    grads = _strand_linear_backward(grad, *ctx.saved_tensors, ctx.has_bias, ctx.strands)
-    return *grads[:2], grads[2] if ctx.has_bias else None, None
+    return *_strand_linear_backward(grad, *ctx.saved_tensors, ctx.features, ctx.strands), None, None
 
 
 def _parts(stacked: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:
@@ -161,33 +159,39 @@ for _name, _run, _fake, _differentiate, _context in (
     torch.library.register_autograd(f"longspan::{_name}", _differentiate, setup_context=_context, lib=library)
 
 
-def strands_of(attention: DilatedAttention, heads: int, batch: int, tokens: int) -> list[tuple[int, int, int, int]]:
-    """(first head, end, first row, step) of each head group: the rows of [batch * tokens] that it reads, or all of them
-    where they are not evenly apart."""
+def strands_of(attention: DilatedAttention, heads: int, batch: int, tokens: int) -> list[tuple[int, int, int]]:
+    """(heads, first row, step) of each head group: the rows of [batch * tokens] that it reads, or all of them where they
+    are not evenly apart."""
     groups = len(attention.segment_lengths)
-    result, first = [], 0
+    result = []
     for index, (segment, dilation) in enumerate(zip(attention.segment_lengths, attention.dilation_rates)):
-        end = first + heads // groups + (1 if index < heads % groups else 0)
+        count = heads // groups + (1 if index < heads % groups else 0)
         even = (segment >= tokens or segment % dilation == 0) and (batch == 1 or tokens % dilation == 0)
-        result.append((first, end, index % dilation, dilation) if even else (first, end, 0, 1))
-        first = end
+        result.append((count, index % dilation, dilation) if even else (count, 0, 1))
     return result
 
 
+def _stacked(parameters: Sequence[Tensor], heads: int) -> Tensor:
+    """Rows of several weights, or biases, head by head."""
+    return torch.stack([x.unflatten(0, (heads, -1)) for x in parameters], 1).flatten(0, 2)
+
+
 def _project(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], strands: Sequence[tuple[int, int, int, int]],
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], strands: Sequence[tuple[int, int, int]],
     heads: int,
 ) -> Tensor:  # fmt: skip
     """[batch, tokens, features] -> [batch, tokens, heads, parts, head_dim], one part for each weight."""
     batch, tokens, features = x.shape
-    parts = len(weights)
-    weight = torch.stack([w.unflatten(0, (heads, -1)) for w in weights], 1).flatten(0, 2)
-    bias = None if biases[0] is None else torch.stack([b.unflatten(0, (heads, -1)) for b in biases], 1).flatten()
-    x, weight, bias = autocast_once(x), autocast_once(weight), None if bias is None else autocast_once(bias)
+    weight = _stacked(weights, heads)
+    rows = autocast_once(x).reshape(batch * tokens, features)
+    if biases[0] is not None:
+        ones = _ONES[x.device.type]
+        rows = functional.pad(rows, (0, ones), value=1.0)
+        weight = torch.cat([weight, _stacked(biases, heads)[:, None], weight.new_zeros(weight.shape[0], ones - 1)], 1)
     width = weight.shape[0] // heads
-    flat = [number for first, end, row, step in strands for number in (first * width, end * width, row, step)]
-    result = _strand_linear(x.reshape(batch * tokens, features), weight, bias, flat)
-    return result.view(batch, tokens, heads, parts, width // parts)
+    flat = [number for count, row, step in strands for number in (count * width, row, step)]
+    result = _strand_linear(rows, autocast_once(weight), features, flat)
+    return result.view(batch, tokens, heads, len(weights), width // len(weights))
 
 
 def projected_attention(

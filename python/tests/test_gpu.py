@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan.torch as lt
 import oracle
+from longspan.torch import projected
 
 WHY_NOT = "torch sees no GPU" if not torch.cuda.is_available() else longspan.info()["why_no_gpu"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY_NOT), reason=f"needs a GPU: {WHY_NOT}")]
@@ -281,6 +282,28 @@ def test_host_lengths_in_a_graph_are_refused():
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         with pytest.raises(longspan.InvalidArgument, match="lengths is on the host inside a graph capture"):
             lt.attention(query, key, value, GROUPS, lengths=[130, 60])
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+def test_projections_and_attention_together(cross, monkeypatch):
+    """Rows in steps, gradients side by side, under autocast; against the layers one by one in float32."""
+    torch.manual_seed(0)
+    module = lt.MultiheadDilatedAttention(256, 4, [1, 2, 4], [128, 256, 512]).cuda()
+    torch.nn.init.normal_(module.q_proj.bias)
+    inputs = [torch.randn(2, 512, 256, device="cuda", requires_grad=True) for _ in range(1 + cross)]
+    weight = torch.randn(2, 512, 256, device="cuda")
+    results = []
+    for fewest, dtype in ((1 << 30, torch.float32), (0, torch.bfloat16)):
+        monkeypatch.setitem(projected.FEWEST_ROWS, "cuda", fewest)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            out = module(inputs[0], inputs[-1], inputs[-1], is_causal=True)[0]
+        results.append([out, *torch.autograd.grad(out, [*inputs, *module.parameters()], weight.to(out.dtype))])
+    # Weights, projections, attention, norm and output are each rounded; a key's bias has no gradient but rounding, and
+    # the norm's gradients are sums of what cancels.
+    names = ["out", *("input",) * len(inputs), *(name for name, _ in module.named_parameters())]
+    for name, got, want in zip(names, results[1], results[0]):
+        if name != "k_proj.bias" and not name.startswith("norm"):
+            assert relative(got, want) < 8 * ALLOWED[torch.bfloat16], name
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

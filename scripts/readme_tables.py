@@ -233,6 +233,27 @@ def cuda_table() -> list[str]:
     return lines
 
 
+def lm_table() -> list[str]:
+    """A training step of LongNetLM on both machines."""
+    lines = ["| | eager | times faster | memory | compiled | times faster | memory |", "|---|---|---|---|---|---|---|"]
+    for name, machine in (("torch_lm", "CPU, {} threads"), ("h200_torch_lm", "H200")):
+        report = result(name)
+        for row in report["results"]:
+            title = machine.format(report["machine"]["threads"])
+            cells = [f"{title}: {row['layers']} layers, {row['width']} wide, {row['tokens']:,} bytes, {row['dtype']}"]
+            for step in ("step", "compiled_step"):
+                names = step, step.replace("step", "torch_step")
+                if not all(one in row["seconds"] for one in names):
+                    cells += ["", "", ""]
+                    continue
+                times = " / ".join(f"{row['seconds'][one]['median'] * 1000:.0f}" for one in names)
+                peaks = [row.get("peak_bytes", {}).get(one) for one in names]
+                memory = "" if None in peaks else " / ".join(f"{peak / 1e9:.1f}" for peak in peaks) + " GB"
+                cells += [f"{times} ms", f"{row['times_faster_than_torch'][step]:.2f}", memory]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 PAGES = {
     "README.md": {"gpu": gpu_table, "cpu": cpu_table},
     "docs/hopper.md": {"hopper": hopper_table, "profile": profile_table, "peers": peers_table},
@@ -240,6 +261,7 @@ PAGES = {
         "backward": backward_table, "profile": backward_profile_table, "errors": errors_table,
     },
     "docs/cuda_engine.md": {"cuda": cuda_table},
+    "docs/longnet.md": {"lm": lm_table},
 }
 
 

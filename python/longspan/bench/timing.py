@@ -37,7 +37,7 @@ def alternate(
     for name, function in functions.items():
         function()
         if device != "cpu":
-            calls[name] = max(1, min(100, int(0.05 / gpu_seconds(function, 3))))
+            calls[name] = max(3, min(100, int(0.05 / gpu_seconds(function, 3))))
     for _ in range(repeats):
         for name, function in functions.items():
             if device != "cpu":

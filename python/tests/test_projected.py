@@ -176,6 +176,29 @@ def test_whole_model_is_one_graph():
     torch.testing.assert_close(compiled(ids), plain(ids))
 
 
+@pytest.mark.parametrize("fewest", [0, 30])
+def test_graphs_for_any_length_promise_nothing(fewest, monkeypatch):
+    """Sizes that decide how projections run must not become conditions of a graph for sequences of any length."""
+    monkeypatch.setitem(projected.FEWEST_ROWS, "cpu", fewest)
+    torch._dynamo.reset()
+    module = lt.MultiheadDilatedAttention(24, 3, [1, 2, 4], [8, 16, 32])
+    x = torch.randn(2, 40, 24)
+    tokens = torch.export.Dim("tokens", min=2, max=1 << 20)
+    exported = torch.export.export(module, (x,), dynamic_shapes={"query": {1: tokens}}).module()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend=backend)
+    for length in (40, 7, 33, 64):
+        x = torch.randn(2, length, 24)
+        for function in (exported, compiled):
+            torch.testing.assert_close(function(x)[0], module(x)[0])
+    assert len(graphs) == 1
+
+
 VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "getitem", "alias", "detach")
 
 

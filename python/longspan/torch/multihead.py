@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .._errors import InvalidArgument
 from .dilated import DilatedAttention, ImprovedDilatedAttention
-from .options import autocast_once, check_dropout, hooked, inner_norm, integer, key_mask, warn_once
+from .options import autocast_once, check_dropout, hooked, inner_norm, integer, key_mask, surely, warn_once
 from .projected import FEWEST_ROWS, projected_attention
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -86,8 +86,10 @@ class _Multihead(nn.Module):
 
     def _runs_together(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether projections and attention may be one call: it pays, and nobody's own layers or hooks are among them."""
-        rows = query.shape[0] * query.shape[1]
-        if key is not value or rows < FEWEST_ROWS.get(query.device.type, rows + 1) or query.dtype is torch.float64:
+        fewest = FEWEST_ROWS.get(query.device.type)
+        if fewest is None or key is not value or query.dtype is torch.float64:
+            return False
+        if not surely(query.shape[0] * query.shape[1] >= fewest):
             return False
         if type(self.attention) not in (DilatedAttention, ImprovedDilatedAttention) or hooked(self.attention):
             return False

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
 from .._errors import InvalidArgument, LongspanWarning
@@ -21,6 +23,8 @@ _POOL_ARGUMENTS = frozenset(
         "use_memory_pool", "use_pattern_cache",
     }
 )  # fmt: skip
+
+_TELLS_SIZES = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
 
 _warned: set[str] = set()
 
@@ -88,6 +92,14 @@ def autocast_once(tensor: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(device) or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
+
+
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes holds: for every size that a graph is compiled or exported for, if they may change.
+    Versions of torch whose compiler cannot tell are told no."""
+    if not torch.compiler.is_compiling():
+        return condition
+    return _TELLS_SIZES and statically_known_true(condition)
 
 
 def hooked(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from .operator import (
     run_backward,
     run_forward,
 )
-from .options import autocast_once
+from .options import autocast_once, surely
 
 # With fewer rows the host takes longer for these calls than a device for what they save.
 FEWEST_ROWS = {"cpu": 4096, "cuda": 16384}
@@ -166,7 +166,8 @@ def strands_of(attention: DilatedAttention, heads: int, batch: int, tokens: int)
     result = []
     for index, (segment, dilation) in enumerate(zip(attention.segment_lengths, attention.dilation_rates)):
         count = heads // groups + (1 if index < heads % groups else 0)
-        even = (segment >= tokens or segment % dilation == 0) and (batch == 1 or tokens % dilation == 0)
+        even = segment % dilation == 0 or surely(segment >= tokens)
+        even = even and (surely(batch == 1) or surely(tokens % dilation == 0))
         result.append((count, index % dilation, dilation) if even else (count, 0, 1))
     return result
 

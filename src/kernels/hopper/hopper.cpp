@@ -101,7 +101,8 @@ void forward(const ForwardArguments& a) {
     launch.whole = is_whole(base);
     launch.fill_boxes = fills_by_boxes(a, base);
     launch.fill_items = static_cast<unsigned>(base.items) - launch.items;
-    for (int w = 0; w < base.work_count && base.causal; ++w) launch.base.work[w].chunk = kChunk;
+    // Lists are as long in one tile as in another: a strand after the other, for the sake of the L2 cache.
+    for (int w = 0; w < base.work_count && base.causal; ++w) launch.base.work[w].chunk = choice.lists ? 1 : kChunk;
     launch.packed = choice.packed;
     const unsigned taken =
         (launch.items + static_cast<unsigned>(choice.packed) - 1) / static_cast<unsigned>(choice.packed);

@@ -16,6 +16,8 @@ inline constexpr int kGroupRows = 64;         // query rows of a warp group, and
 inline constexpr int kBlockColumns = 64;      // columns of a box: 128 bytes, which is what the swizzle spans
 inline constexpr int kWidestWithZeros = 128;  // head dim up to which shared memory has room for a box of zeros
 
+inline constexpr int kNearEntries = 32;  // of a list that are brought to shared memory with the item
+
 struct alignas(128) HopperLaunch {
   CUtensorMap q[kMaxMaps], k[kMaxMaps], v[kMaxMaps], out[kMaxMaps];
   cuda::Launch base;
@@ -54,7 +56,8 @@ struct Task {
 struct ListTask : Task {
   bool listed;  // else the branch has no mask: all keys in order
   cuda::BlockWalk list;
-  int first_row;  // rows of the tile before it are not of this query range
+  int first_row;              // rows of the tile before it are not of this query range
+  int entries[kNearEntries];  // the first of the list, as lists.cuh reads them
 };
 
 }  // namespace longspan::hopper

@@ -18,6 +18,16 @@ struct ListNote {
   __device__ __forceinline__ bool ends() const { return bits & kEnds; }
 };
 
+/// An entry of an item's list: the first key of its block, and in the bits below, which groups see it.
+template <class S>
+__device__ __forceinline__ int read_entry(const ListTask& task, int at) {
+  int entry = task.list.block(at) << task.list.shift;
+#pragma unroll
+  for (int group = 0; group < S::kGroups; ++group)
+    entry |= task.list.meets(at, task.first_query + group * kGroupRows) ? 1 << group : 0;
+  return entry;
+}
+
 /// The list of an item, and how many tiles it has: at least one, since rows without keys are written too.
 template <class S>
 __device__ __forceinline__ int find_list(const cuda::BlockLists& lists, const cuda::Item& item, int keys,
@@ -26,6 +36,12 @@ __device__ __forceinline__ int find_list(const cuda::BlockLists& lists, const cu
   task.list = lists.walk(lists.place(item.entry, item.head, item.tile), 0, keys);
   return max(1, task.list.rows() / S::kKeys);
 }
+/// A warp brings the first entries of a list to shared memory: whoever loads tiles must not wait for memory.
+template <class S>
+__device__ __forceinline__ void bring_entries(ListTask& task, int lane) {
+  static_assert(kNearEntries == kWarpThreads);
+  if (task.tiles > 0 && task.listed && lane < task.list.count) task.entries[lane] = read_entry<S>(task, lane);
+}
 
 /// Index on the grid of a tile's first row, `before` rows after the range's first in its strand; it may be negative,
 /// which the copy engine takes for rows that do not exist.
@@ -33,40 +49,25 @@ __device__ __forceinline__ int first_index(int q_row, int before, int stride) {
   return (q_row - before * stride) / stride + before;
 }
 
-/// Goes through the tiles of an item; the next block of the list is read before it is needed.
+/// Goes through the tiles of an item; entries that are not in shared memory are read before they are needed.
 template <class S>
 struct ListCursor {
   const ListTask& task;
-  int entry = 0, part = 0, block = 0, next = 0;  // part: of a block, in tiles
-  unsigned seen = 0, next_seen = 0;
+  int at = 0, part = 0, entry = 0, next = 0;  // part: of a block, in tiles
 
-  __device__ __forceinline__ explicit ListCursor(const ListTask& of) : task(of) {
-    look(0);
-    step();
+  __device__ __forceinline__ explicit ListCursor(const ListTask& of) : task(of), entry(look(0)), next(look(1)) {}
+  __device__ __forceinline__ int look(int index) const {
+    if (!task.listed || index >= task.list.count) return 0;
+    return index < kNearEntries ? task.entries[index] : read_entry<S>(task, index);
   }
-  __device__ __forceinline__ void look(int at) {
-    if (!task.listed || at >= task.list.count) return;
-    next = task.list.block(at);
-    next_seen = 0;
-#pragma unroll
-    for (int group = 0; group < S::kGroups; ++group)
-      next_seen |= task.list.meets(at, task.first_query + group * kGroupRows) ? 1u << group : 0;
-  }
-  __device__ __forceinline__ void step() {
-    block = next;
-    seen = next_seen;
-    look(entry + 1);
-  }
-  __device__ __forceinline__ int first_key() const {
-    return task.listed ? (block << task.list.shift) + part * S::kKeys : part * S::kKeys;
-  }
+  __device__ __forceinline__ int first_key() const { return (entry & ~63) + part * S::kKeys; }
   __device__ __forceinline__ int note(bool causal) const {
     const int first = first_key(), end = first + S::kKeys;
     const bool ends = end > task.keys;
     int bits = first | (ends ? ListNote::kEnds : 0);
 #pragma unroll
     for (int group = 0; group < S::kGroups; ++group) {
-      const bool sees = !task.listed || seen >> group & 1;
+      const bool sees = !task.listed || entry >> group & 1;
       const bool diagonal = causal && end > task.first_query + group * kGroupRows + 1;
       bits |= (sees ? ListNote::kSees : 0) << group | (!sees || diagonal || ends ? ListNote::kMasks : 0) << group;
     }
@@ -76,8 +77,9 @@ struct ListCursor {
     ++part;
     if (task.listed && part * S::kKeys == 1 << task.list.shift) {
       part = 0;
-      ++entry;
-      step();
+      ++at;
+      entry = next;
+      next = look(at + 1);
     }
   }
 };

@@ -111,6 +111,7 @@ struct Producer {
         if (none) task[lane].tiles = -1;
       }
       __syncwarp();
+      if constexpr (S::kLists) bring_entries<S>(task[0], lane);
       if (none || total > 0) return;
     }
   }
@@ -304,49 +305,66 @@ struct Producer {
     }
   }
 
-  /// The same for items with lists: tiles in the order of the list, each with a note on what to mask.
+  /// Q of the next item; null after the last one.
+  __device__ __forceinline__ const ListTask* load_listed_queries(Ring<kTaskSlots>& ready,
+                                                                 Ring<S::kQuerySlots>& q) const {
+    wait(memory.task_full(ready.stage), ready.parity);
+    const ListTask& task = tasks[ready.stage][0];
+    const std::uint32_t full = memory.query_full(q.stage);
+    wait(memory.query_free(q.stage), q.parity);
+    if (task.tiles < 0) {
+      arrive(full);
+      return nullptr;
+    }
+    arrive_and_expect(full, S::kQueryBytes);
+#pragma unroll
+    for (int i = 0; i < S::kGroups * S::kBlocks; ++i)
+      load_box(memory.queries(q.stage) + i * S::kQueryBlock, &a.q[task.q_map], full,
+               {i % S::kBlocks * kBlockColumns, task.q_index + i / S::kBlocks * kGroupRows, task.q_phase, task.head,
+                task.entry});
+    q.advance();
+    ready.advance();
+    return &task;
+  }
+  /// The same for items with lists: tiles in the order of the list, each with a note on what to mask. Lists are short,
+  /// so items follow one another without a gap: Q of the next one is loaded in the midst of this one, as soon as its
+  /// place can be free, and its first K before this one's last V.
   __device__ __forceinline__ void load_lists() const {
     Ring<S::kStages> k{0, 1}, v{0, 1};
     Ring<S::kQuerySlots> q{0, 1};
     Ring<kTaskSlots> ready;
-    for (;; q.advance(), ready.advance()) {
-      wait(memory.task_full(ready.stage), ready.parity);
-      const ListTask& task = tasks[ready.stage][0];
-      const int tiles = task.tiles;
-      const std::uint32_t full = memory.query_full(q.stage);
-      wait(memory.query_free(q.stage), q.parity);
-      if (tiles < 0) {
-        arrive(full);
-        return;
-      }
-      arrive_and_expect(full, S::kQueryBytes);
-#pragma unroll
-      for (int i = 0; i < S::kGroups * S::kBlocks; ++i)
-        load_box(memory.queries(q.stage) + i * S::kQueryBlock, &a.q[task.q_map], full,
-                 {i % S::kBlocks * kBlockColumns, task.q_index + i / S::kBlocks * kGroupRows, task.q_phase, task.head,
-                  task.entry});
+    const ListTask* above = nullptr;  // the tile whose V is next
+    int above_key = 0;
+    const auto load_values = [&] {
+      if (!above) return;
+      wait(memory.value_free(v.stage), v.parity);
+      load_keys(a.v, memory.values(v.stage), memory.value_full(v.stage), *above, above_key);
+      v.advance();
+      above = nullptr;
+    };
+    const ListTask* next = load_listed_queries(ready, q);
+    while (next) {
+      const ListTask& task = *next;
+      const int tiles = task.tiles, early = min(S::kStages, tiles - 1);
       ListCursor<S> at(task);
-      int last = 0;
 #pragma unroll 1
-      for (int tile = 0; tile <= tiles; ++tile) {
-        int next = 0;
-        if (tile < tiles) {
-          next = at.first_key();
-          const int note = at.note(a.base.causal);
-          wait(memory.key_free(k.stage), k.parity);
-          notes[k.stage] = note;
-          load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), task, next);
-          k.advance();
-          at.advance();
-        }
-        if (tile > 0) {
-          wait(memory.value_free(v.stage), v.parity);
-          load_keys(a.v, memory.values(v.stage), memory.value_full(v.stage), task, last);
-          v.advance();
-        }
-        last = next;
+      for (int tile = 0; tile < tiles; ++tile) {
+        const int first_key = at.first_key(), note = at.note(a.base.causal);
+        wait(memory.key_free(k.stage), k.parity);
+        notes[k.stage] = note;
+        load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), task, first_key);
+        k.advance();
+        at.advance();
+        load_values();
+        above = &task;
+        above_key = first_key;
+        if (tile != early) continue;
+        // The item before gives its place up when this one's first tile is done, which may take that tile's V.
+        if (tile == 0) load_values();
+        next = load_listed_queries(ready, q);
       }
     }
+    load_values();
   }
 
   /// Zeros to the phases that no strand has, by boxes; few at a time, since loads share the copy engine.

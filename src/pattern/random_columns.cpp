@@ -1,4 +1,5 @@
-// A row of N blocks takes N Philox words, so they are computed a vector at a time: this is what planning random masks costs.
+// A row of N blocks takes N Philox words, so they are computed a vector at a time: this is what planning random masks
+// costs.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "pattern/random_columns.cpp"
 #include "hwy/foreach_target.h"
@@ -39,15 +40,17 @@ void multiply_columns(std::uint64_t seed, std::uint32_t head, std::int64_t colum
   const V factor = hn::Set(kTag, kFactor0), step = hn::Set(kTag, hn::Lanes(kTag));
   const V other = hn::Set(kTag, (std::uint64_t{head} * kFactor1 >> 32) ^ static_cast<std::uint32_t>(seed));
   V column = hn::Iota(kTag, 0);
-  for (std::int64_t first = 0; first < columns; first += static_cast<std::int64_t>(hn::Lanes(kTag)), column = hn::Add(column, step)) {
+  for (std::int64_t first = 0; first < columns;
+       first += static_cast<std::int64_t>(hn::Lanes(kTag)), column = hn::Add(column, step)) {
     hn::StoreU(multiply(hn::Xor(column, other), factor), kTag, products + first);
   }
 }
 
-/// Writes word << 32 | column of every column whose word is at most `limit` to `found`, in the order of columns, and returns how
-/// many. Both arrays have room for the columns and two vectors more.
-std::size_t words_up_to(std::uint64_t seed, std::uint32_t row, std::uint32_t head, std::int64_t columns, const std::uint64_t* products,
-                        std::uint32_t limit, std::uint64_t* found) {
+/// Writes word << 32 | column of every column whose word is at most `limit` to `found`, in the order of columns, and
+/// returns how many. Both arrays have room for the columns and two vectors more, and for what is written beyond the
+/// last.
+std::size_t words_up_to(std::uint64_t seed, std::uint32_t row, std::uint32_t head, std::int64_t columns,
+                        const std::uint64_t* products, std::uint32_t limit, std::uint64_t* found) {
   const auto set = [](std::uint64_t value) { return hn::Set(kTag, value); };
   const auto key0 = [&](std::uint32_t round) { return static_cast<std::uint32_t>(seed) + round * 0x9E3779B9u; };
   const auto key1 = [&](std::uint32_t round) { return static_cast<std::uint32_t>(seed >> 32) + round * 0xBB67AE85u; };
@@ -63,15 +66,16 @@ std::size_t words_up_to(std::uint64_t seed, std::uint32_t row, std::uint32_t hea
   HWY_ALIGN std::uint64_t keys[2][kRounds][hn::MaxLanes(kTag)];
   for (std::uint32_t round = 3; round < kRounds - 1; ++round) {
     hn::Store(set(key0(round)), kTag, keys[0][round]);
-    hn::Store(set(round == 3 ? third ^ key1(3) : key1(round)), kTag, keys[1][round]);  // the fourth counter is the row's still
+    hn::Store(set(round == 3 ? third ^ key1(3) : key1(round)), kTag,
+              keys[1][round]);  // the fourth counter is the row's still
   }
 
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(kTag));
-  // Words of a few vectors and which of them count; looked through in a second pass, since whether a vector has any is as good
-  // as random and would be mispredicted.
+  // Words of a few vectors and which of them count; looked through in a second pass, since whether a vector has any is
+  // as good as random and would be mispredicted.
   constexpr std::int64_t kVectors = 64;
   HWY_ALIGN std::uint64_t words[kVectors * hn::MaxLanes(kTag)];
-  std::uint8_t bits[kVectors];
+  std::uint8_t bits[kVectors + 8];
 
   // Only the lower half of a lane counts; what is above it is never cleared.
   const auto begin = [&](const std::uint64_t* from, V& c0, V& c1, V& c2, V& c3) HWY_ATTR {
@@ -110,13 +114,18 @@ std::size_t words_up_to(std::uint64_t seed, std::uint32_t row, std::uint32_t hea
       finish(a1, a2, vector);
       finish(b1, b2, vector + 1);
     }
+    std::memset(bits + vectors, 0, 8);
     for (std::int64_t group = 0; group < vectors; group += 8) {
       std::uint64_t left = 0;
-      std::memcpy(&left, bits + group, static_cast<std::size_t>(std::min<std::int64_t>(8, vectors - group)));
-      for (; left != 0; left &= left - 1) {
-        const int bit = std::countr_zero(left);
-        const std::int64_t place = (group + bit / 8) * lanes + bit % 8;
-        found[count++] = (words[place] & 0xFFFFFFFF00000000u) | static_cast<std::uint64_t>(first + place);
+      std::memcpy(&left, bits + group, 8);
+      if (left == 0) continue;
+      // Four at a time, whether there are as many or not: how many there are cannot be predicted.
+      for (std::size_t next = count, end = count += static_cast<std::size_t>(std::popcount(left)); next < end;) {
+        for (int i = 0; i < 4; ++i, ++next, left &= left - 1) {
+          const int bit = std::countr_zero(left | std::uint64_t{1} << 63);
+          const std::int64_t place = (group + bit / 8) * lanes + bit % 8;
+          found[next] = (words[place] & 0xFFFFFFFF00000000u) | static_cast<std::uint64_t>(first + place);
+        }
       }
     }
   }
@@ -136,17 +145,20 @@ HWY_EXPORT(words_up_to);
 
 namespace {
 
-/// The key of rank `rank` (from 0) among keys whose upper halves are spread evenly up to `limit`: counted in buckets, since
-/// comparisons of random numbers cannot be predicted.
-std::uint64_t key_of_rank(std::span<const std::uint64_t> keys, std::size_t rank, std::uint32_t limit, std::vector<std::uint32_t>& counts) {
-  const int shift = 32 + std::max(0, static_cast<int>(std::bit_width(limit)) - static_cast<int>(std::bit_width(keys.size())));
+/// A key that `rank` + 1 of the keys do not exceed, whose upper halves are spread evenly up to `limit`: counted in
+/// buckets, since comparisons of random numbers cannot be predicted.
+std::uint64_t key_of_rank(std::span<const std::uint64_t> keys, std::size_t rank, std::uint32_t limit,
+                          std::vector<std::uint32_t>& counts, std::vector<std::uint64_t>& inside) {
+  const int shift =
+      32 + std::max(0, static_cast<int>(std::bit_width(limit)) - static_cast<int>(std::bit_width(keys.size())));
   counts.assign((static_cast<std::uint64_t>(limit) << 32 >> shift) + 1, 0);
   for (const std::uint64_t key : keys) ++counts[key >> shift];
   // From the top, where fewer lie beyond the rank.
   std::size_t bucket = counts.size() - 1, before = keys.size() - counts[bucket];
   while (before > rank) before -= counts[--bucket];
   rank -= before;
-  std::vector<std::uint64_t> inside;
+  if (rank + 1 == counts[bucket]) return ((std::uint64_t{bucket} + 1) << shift) - 1;
+  inside.clear();
   for (const std::uint64_t key : keys) {
     if (key >> shift == bucket) inside.push_back(key);
   }
@@ -158,8 +170,8 @@ std::int64_t column_of(std::uint64_t key) { return static_cast<std::int64_t>(key
 
 }  // namespace
 
-void ColumnDrawer::draw(std::uint64_t seed, std::int64_t row, std::int64_t head, std::int64_t columns, std::int64_t count,
-                        std::vector<std::int32_t>& drawn) {
+void ColumnDrawer::draw(std::uint64_t seed, std::int64_t row, std::int64_t head, std::int64_t columns,
+                        std::int64_t count, std::vector<std::int32_t>& drawn) {
   drawn.clear();
   if (count > 1) {
     constexpr std::size_t kMostLanes = 16;  // two vectors
@@ -167,7 +179,9 @@ void ColumnDrawer::draw(std::uint64_t seed, std::int64_t row, std::int64_t head,
       seed_ = seed, head_ = head;
       // A causal row asks for one column more than the one before.
       products_.resize(std::bit_ceil(static_cast<std::size_t>(columns)) + kMostLanes);
-      HWY_DYNAMIC_DISPATCH(multiply_columns)(seed, static_cast<std::uint32_t>(head), static_cast<std::int64_t>(products_.size() - kMostLanes), products_.data());
+      HWY_DYNAMIC_DISPATCH(multiply_columns)
+      (seed, static_cast<std::uint32_t>(head), static_cast<std::int64_t>(products_.size() - kMostLanes),
+       products_.data());
       found_.resize(products_.size());
     }
     // A few more than needed are below this limit: one row in two hundred has to raise it.
@@ -176,15 +190,18 @@ void ColumnDrawer::draw(std::uint64_t seed, std::int64_t row, std::int64_t head,
     std::uint32_t limit = 0;
     for (;; wanted *= 2) {
       limit = static_cast<std::uint32_t>(std::min(wanted / static_cast<double>(columns), 1.0) * 4294967295.0);
-      hits = HWY_DYNAMIC_DISPATCH(words_up_to)(seed, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(head), columns, products_.data(), limit,
-                                               found_.data());
+      hits = HWY_DYNAMIC_DISPATCH(words_up_to)(seed, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(head),
+                                               columns, products_.data(), limit, found_.data());
       const auto end = found_.begin() + static_cast<std::ptrdiff_t>(hits);
-      const auto diagonal = std::partition_point(found_.begin(), end, [&](std::uint64_t key) { return column_of(key) < row; });
-      if (diagonal != end && column_of(*diagonal) == row) hits = static_cast<std::size_t>(std::copy(diagonal + 1, end, diagonal) - found_.begin());
+      const auto diagonal =
+          std::partition_point(found_.begin(), end, [&](std::uint64_t key) { return column_of(key) < row; });
+      if (diagonal != end && column_of(*diagonal) == row)
+        hits = static_cast<std::size_t>(std::copy(diagonal + 1, end, diagonal) - found_.begin());
       if (static_cast<std::int64_t>(hits) >= count - 1) break;
     }
     // The last that stays decides; all keep their ascending order.
-    const std::uint64_t last = key_of_rank({found_.data(), hits}, static_cast<std::size_t>(count - 2), limit, counts_);
+    const std::uint64_t last =
+        key_of_rank({found_.data(), hits}, static_cast<std::size_t>(count - 2), limit, counts_, inside_);
     drawn.resize(hits + 1);
     std::size_t kept = 0;
     for (std::size_t i = 0; i < hits; ++i) {

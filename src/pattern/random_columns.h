@@ -17,7 +17,7 @@ class ColumnDrawer {
  private:
   std::uint64_t seed_ = 0;
   std::int64_t head_ = -1;
-  std::vector<std::uint64_t> products_, found_;
+  std::vector<std::uint64_t> products_, found_, inside_;
   std::vector<std::uint32_t> counts_;
 };
 

@@ -1,6 +1,6 @@
-// Selection: a block has its means by one thread block; scores of a few block rows with all columns live in shared
-// memory, and a warp finds the least score that stays by bits, from the highest down. Lists: a warp per tile counts its
-// entries, takes room for them, and writes them.
+// Selection: a warp has the means of one block and head, heads side by side as they are in memory; scores of a few
+// block rows with all columns live in shared memory, and a warp finds the least score that stays by bits, from the
+// highest that is in question down. Lists: a warp per tile counts its entries, takes room for them, and writes them.
 #include "kernels/cuda/adaptive.h"
 
 #include <algorithm>
@@ -14,97 +14,108 @@ namespace longspan::cuda {
 namespace {
 
 constexpr int kThreads = 256, kLanes = 32, kWarps = kThreads / kLanes;
-constexpr int kMostRows = 16, kFewRows = 4;  // block rows that share what they read of key means
+constexpr int kChoosing = 512;               // threads that choose
+constexpr int kMostRows = 32, kFewRows = 4;  // block rows that share what they read of key means
+constexpr int kColumns = 2, kFour = 4;       // scores that a thread computes side by side, ranks that it reads at once
+constexpr int kLoads = 4;                    // rows that a thread asks for before it adds the first
 
 /// Shared memory is asked for up to `most_shared`, the device's most, by every call alike: a thread that asked for less
 /// would take from another what that one has just asked for.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int shared_bytes, int most_shared, cudaStream_t stream,
-                   const Arguments&... arguments) {
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, int most_shared,
+                   cudaStream_t stream, const Arguments&... arguments) {
   constexpr int kAlways = 48 * 1024;  // what needs no asking
   if (shared_bytes > kAlways) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
     if (error != cudaSuccess) return error;
   }
-  kernel<<<grid, kThreads, static_cast<std::size_t>(shared_bytes), stream>>>(arguments...);
+  kernel<<<grid, threads, static_cast<std::size_t>(shared_bytes), stream>>>(arguments...);
   return cudaGetLastError();
 }
 
+__device__ __forceinline__ int warp_of_block() { return static_cast<int>(threadIdx.x) / kLanes; }
+
 struct Choice {
   double density;
-  int branch, blocks, shift, words;
-  float* query_means;   // [mask head][block][column]
-  float* key_means;     // [entry, kv head][column][block]
-  std::uint32_t* bits;  // [mask head][block row][word]
+  int branch, blocks, stride, shift, words;  // stride: from a column of key means to the next, and of ranks
+  float* query_means;                        // [mask head][block][column]
+  float* key_means;                          // [entry, kv head][column][stride]
+  std::uint32_t* bits;                       // [mask head][block row][word]
 };
 
-/// Mean of the rows that lengths and key_mask leave of a block, column by column; NaN where none are left.
+/// Mean of the rows that lengths and key_mask leave of a block, column by column; NaN where none are left. `lanes`
+/// threads share a row, 8 columns each.
 template <class T>
-__global__ void __launch_bounds__(kThreads) block_means(const __grid_constant__ Launch a, Choice c, int lanes) {
-  __shared__ float sums[kThreads][8];
-  __shared__ int counts[kThreads];
-  const int block = static_cast<int>(blockIdx.x), entry = static_cast<int>(blockIdx.z);
-  const bool queries = static_cast<int>(blockIdx.y) < a.heads;
-  const int head = queries ? static_cast<int>(blockIdx.y) : static_cast<int>(blockIdx.y) - a.heads;
-  const int chunk = static_cast<int>(threadIdx.x) % lanes, group = static_cast<int>(threadIdx.x) / lanes,
-            groups = kThreads / lanes;
+__global__ void __launch_bounds__(kThreads, 4) block_means(const __grid_constant__ Launch a, Choice c, int lanes) {
+  const int heads = a.heads + a.kv_heads, index = static_cast<int>(blockIdx.x) * kWarps + warp_of_block();
+  const int block = index / heads, side = index - block * heads, entry = static_cast<int>(blockIdx.z);
+  const bool queries = side < a.heads;
+  const int head = queries ? side : side - a.heads;
+  if (block >= c.blocks || (queries && !a.branches[c.branch].owns(head))) return;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, group = lane / lanes, groups = kLanes / lanes;
   const int begin = block << c.shift, end = min(begin + (1 << c.shift), a.length(entry));
-  if (queries && !a.branches[c.branch].owns(head)) return;
-  for (int first_column = 0; first_column < a.columns; first_column += lanes * 8) {
-    float sum[8] = {};
-    int count = 0;
-    const int own = first_column + chunk * 8;
-    const auto add = [&](const T* row) {
-      ++count;
-      if (own >= a.columns) return;
-      alignas(16) T elements[8];
-      if (a.aligned)
-        for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
-          reinterpret_cast<uint4*>(elements)[i] = reinterpret_cast<const uint4*>(row + own)[i];
-      else
-        for (int i = 0; i < 8; ++i) elements[i] = row[own + i];
+  const int own = lane % lanes * 8;
+  const bool exists = own < a.columns;
+  float sum[8] = {};
+  int count = 0;
+  const auto add = [&](int first, int last, const auto& row_of) {
+    for (int position = first + group; position < last; position += kLoads * groups) {
+      alignas(16) T elements[kLoads][8];
+      bool valid[kLoads];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] += as_float(elements[i]);
-    };
-    if (queries) {
-      for (int r = 0; r < a.range_count; ++r) {
-        const DeviceRange& range = a.ranges[r];
-        const int first = max(begin, range.start), last = min(end, range.start + range.count);
-        for (int position = first + group; position < last; position += groups) {
-          if (!a.allowed(entry, position)) continue;
-          add(reinterpret_cast<const T*>(a.q.data) + a.q.offset(entry, range.first_row + position - range.start, head));
+      for (int i = 0; i < kLoads; ++i) {
+        const int at = position + i * groups;
+        const T* const row = at < last && a.allowed(entry, at) ? row_of(at) : nullptr;
+        valid[i] = row;
+        if (!row || !exists) continue;
+        if (a.aligned) {
+#pragma unroll
+          for (int word = 0; word < static_cast<int>(sizeof(T)) / 2; ++word)
+            reinterpret_cast<uint4*>(elements[i])[word] = __ldg(reinterpret_cast<const uint4*>(row + own) + word);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) elements[i][j] = row[own + j];
         }
       }
-    } else {
-      for (int position = begin + group; position < end; position += groups) {
-        if (!a.allowed(entry, position)) continue;
-        const char *k_row = nullptr, *v_row = nullptr;
-        a.key_row(entry, head, position, sizeof(T), k_row, v_row);
-        if (k_row) add(reinterpret_cast<const T*>(k_row));
-      }
-    }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sums[threadIdx.x][i] = sum[i];
-    counts[threadIdx.x] = count;
-    __syncthreads();
-    for (int local = static_cast<int>(threadIdx.x); local < min(lanes * 8, a.columns - first_column);
-         local += kThreads) {
-      float total = 0.0f;
-      int rows = 0;
-      for (int g = 0; g < groups; ++g) {
-        total += sums[g * lanes + local / 8][local % 8];
-        rows += counts[g * lanes];
+      for (int i = 0; i < kLoads; ++i) {
+        count += valid[i];
+        if (!valid[i] || !exists) continue;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum[j] += as_float(elements[i][j]);
       }
-      const float mean = total / static_cast<float>(rows);
-      const std::int64_t column = first_column + local;
-      if (queries)
-        c.query_means[((static_cast<std::int64_t>(entry) * a.heads + head) * c.blocks + block) * a.columns + column] =
-            mean;
-      else
-        c.key_means[((static_cast<std::int64_t>(entry) * a.kv_heads + head) * a.columns + column) * c.blocks + block] =
-            mean;
     }
-    __syncthreads();
+  };
+  if (queries) {
+    for (int r = 0; r < a.range_count; ++r) {
+      const DeviceRange& range = a.ranges[r];
+      add(max(begin, range.start), min(end, range.start + range.count), [&](int position) {
+        return reinterpret_cast<const T*>(a.q.data) + a.q.offset(entry, range.first_row + position - range.start, head);
+      });
+    }
+  } else {
+    add(begin, end, [&](int position) {
+      const char *k_row = nullptr, *v_row = nullptr;
+      a.key_row(entry, head, position, sizeof(T), k_row, v_row);
+      return reinterpret_cast<const T*>(k_row);
+    });
+  }
+  for (int offset = lanes; offset < kLanes; offset *= 2) {
+    count += __shfl_xor_sync(~0u, count, offset);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum[j] += __shfl_xor_sync(~0u, sum[j], offset);
+  }
+  if (lane >= lanes || !exists) return;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float mean = sum[j] / static_cast<float>(count);
+    const std::int64_t column = own + j;
+    if (queries)
+      c.query_means[((static_cast<std::int64_t>(entry) * a.heads + head) * c.blocks + block) * a.columns + column] =
+          mean;
+    else
+      c.key_means[((static_cast<std::int64_t>(entry) * a.kv_heads + head) * a.columns + column) * c.stride + block] =
+          mean;
   }
 }
 
@@ -115,74 +126,129 @@ __device__ __forceinline__ std::uint32_t rank_of(float score) {
   return word >> 31 ? ~word : word | 0x80000000u;
 }
 
+/// The means of kRows block rows in one column, as shared memory gives them at once.
+template <int kRows>
+struct alignas(kRows >= 4 ? 16 : 4) RowMeans {
+  float of[kRows];
+};
+
 /// The best columns of kRows block rows of one mask head, as bits.
 template <int kRows>
-__global__ void __launch_bounds__(kThreads) choose_rows(const __grid_constant__ Launch a, Choice c) {
-  extern __shared__ std::uint32_t ranks[];  // [row][blocks], then means of queries [column][row]
-  float* const means = reinterpret_cast<float*>(ranks + kRows * c.blocks);
+__global__ void __launch_bounds__(kChoosing) choose_rows(const __grid_constant__ Launch a, Choice c) {
+  extern __shared__ __align__(16) std::uint32_t ranks[];  // [row][stride], then means of queries [column]
+  auto* const means = reinterpret_cast<RowMeans<kRows>*>(ranks + kRows * c.stride);
   const int first_row = static_cast<int>(blockIdx.x) * kRows, head = static_cast<int>(blockIdx.y),
             entry = static_cast<int>(blockIdx.z);
   if (!a.branches[c.branch].owns(head)) return;
   const int mask_head = entry * a.heads + head, length = a.length(entry);
   const int present = length == 0 ? 0 : ((length - 1) >> c.shift) + 1;
   const int rows = min(kRows, c.blocks - first_row);
+  const auto candidates_of = [&](int row) {
+    const int block_row = first_row + row;
+    return block_row >= present ? 0 : a.causal ? block_row + 1 : present;
+  };
   const int most = min(present, a.causal ? first_row + rows : present);  // candidates of the last row
   const float* const queries =
       c.query_means + (static_cast<std::int64_t>(mask_head) * c.blocks + first_row) * a.columns;
   const float* const keys =
       c.key_means +
-      (static_cast<std::int64_t>(entry) * a.kv_heads + head / (a.heads / a.kv_heads)) * a.columns * c.blocks;
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * a.columns; i += kThreads) {
+      (static_cast<std::int64_t>(entry) * a.kv_heads + head / (a.heads / a.kv_heads)) * a.columns * c.stride;
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * a.columns; i += kChoosing) {
     const int row = i / a.columns, column = i % a.columns;
-    means[column * kRows + row] = row < rows ? queries[row * a.columns + column] : 0.0f;
+    means[column].of[row] = row < rows ? queries[row * a.columns + column] : 0.0f;
   }
   __syncthreads();
+  // Columns that are no candidates of a row, and the diagonal, which stays in any case, rank below everything. Head
+  // dims are multiples of 8: so many key means are asked for at once.
   if (first_row < present) {
-    for (int column = static_cast<int>(threadIdx.x); column < most; column += kThreads) {
-      float sums[kRows] = {};
-#pragma unroll 4
-      for (int d = 0; d < a.columns; ++d) {
-        const float key = keys[static_cast<std::int64_t>(d) * c.blocks + column];
+    constexpr int kAhead = 8;
+    for (int column = static_cast<int>(threadIdx.x) * kColumns; column < most; column += kChoosing * kColumns) {
+      float sums[kRows][kColumns] = {};
+#pragma unroll 1
+      for (int d = 0; d < a.columns; d += kAhead) {
+        float2 key[kAhead];
 #pragma unroll
-        for (int row = 0; row < kRows; ++row) sums[row] = fmaf(means[d * kRows + row], key, sums[row]);
+        for (int i = 0; i < kAhead; ++i)
+          key[i] = __ldg(reinterpret_cast<const float2*>(keys + static_cast<std::int64_t>(d + i) * c.stride + column));
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const RowMeans<kRows> mean = means[d + i];
+#pragma unroll
+          for (int row = 0; row < kRows; ++row) {
+            sums[row][0] = fmaf(mean.of[row], key[i].x, sums[row][0]);
+            sums[row][1] = fmaf(mean.of[row], key[i].y, sums[row][1]);
+          }
+        }
       }
 #pragma unroll
-      for (int row = 0; row < kRows; ++row)
-        ranks[row * c.blocks + column] = column == first_row + row ? ~0u : rank_of(sums[row]);
+      for (int row = 0; row < kRows; ++row) {
+        const auto rank = [&](int i) {
+          return column + i >= candidates_of(row) || column + i == first_row + row ? 0 : rank_of(sums[row][i]);
+        };
+        *reinterpret_cast<uint2*>(ranks + row * c.stride + column) = make_uint2(rank(0), rank(1));
+        // Vectors of ranks are read whole.
+        if (column % kFour == 0 && column + kColumns >= most)
+          *reinterpret_cast<uint2*>(ranks + row * c.stride + column + kColumns) = make_uint2(0, 0);
+      }
     }
   }
   __syncthreads();
 
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  for (int row = static_cast<int>(threadIdx.x) / kLanes; row < rows; row += kWarps) {
-    const int block_row = first_row + row;
-    const int candidates = block_row >= present ? 0 : a.causal ? block_row + 1 : present;
-    const int kept = candidates == 0 ? 0 : max(1, static_cast<int>(floor(c.density * candidates + 0.5)));
-    const std::uint32_t* const own = ranks + row * c.blocks;
+  for (int row = static_cast<int>(threadIdx.x) / kLanes; row < rows; row += kChoosing / kLanes) {
+    const int diagonal = first_row + row, candidates = candidates_of(row);
+    // Beside the diagonal.
+    const int kept = candidates == 0 ? 0 : max(1, static_cast<int>(floor(c.density * candidates + 0.5))) - 1;
+    const std::uint32_t* const own = ranks + row * c.stride;
+    const auto for_each_four = [&](const auto& use) {
+      for (int column = lane * kFour; column < candidates; column += kLanes * kFour)
+        use(*reinterpret_cast<const uint4*>(own + column));
+    };
     const auto count_from = [&](std::uint32_t least) {
       int count = 0;
-      for (int column = lane; column < candidates; column += kLanes) count += own[column] >= least;
+      for_each_four(
+          [&](uint4 four) { count += (four.x >= least) + (four.y >= least) + (four.z >= least) + (four.w >= least); });
       return __reduce_add_sync(~0u, count);
     };
-    // The largest rank that `kept` columns reach.
-    std::uint32_t least = 0;
-    for (int bit = 31; bit >= 0 && kept < candidates; --bit) {
-      const std::uint32_t higher = least | 1u << bit;
-      const int count = count_from(higher);
-      if (count >= kept) least = higher;
-      if (count == kept) break;
+    // The largest rank that `kept` columns reach: between the highest of all and what as many lanes have at least one
+    // of, so the bits that these two share need no search.
+    std::uint32_t least = ~0u;
+    if (kept > 0) {
+      std::uint32_t top = 0;
+      for_each_four([&](uint4 four) { top = max(top, max(max(four.x, four.y), max(four.z, four.w))); });
+      const std::uint32_t highest = __reduce_max_sync(~0u, top);
+      least = 0;
+      for (int bit = 31; bit >= 0 && kept <= kLanes; --bit) {
+        const std::uint32_t higher = least | 1u << bit;
+        if (__popc(__ballot_sync(~0u, top >= higher)) >= kept) least = higher;
+      }
+      int bit = 31 - __clz(static_cast<int>(least ^ highest));
+      if (bit >= 0) least &= ~((2u << bit) - 1);
+      for (; bit >= 0; --bit) {
+        const std::uint32_t higher = least | 1u << bit;
+        const int count = count_from(higher);
+        if (count >= kept) least = higher;
+        if (count == kept) break;
+      }
     }
-    int ties = kept - (least == ~0u ? 0 : count_from(least + 1));  // of that rank, lower columns first
-    std::uint32_t* const target = c.bits + (static_cast<std::int64_t>(mask_head) * c.blocks + block_row) * c.words;
+    int ties = least == ~0u ? 0 : kept - count_from(least + 1);  // of that rank, lower columns first
+    std::uint32_t* const target = c.bits + (static_cast<std::int64_t>(mask_head) * c.blocks + diagonal) * c.words;
+    std::uint32_t mine = 0;
     for (int word = 0; word < c.words; ++word) {
       const int column = word * kLanes + lane;
-      const std::uint32_t rank = column < candidates ? own[column] : 0;
-      const unsigned equal = __ballot_sync(~0u, column < candidates && rank == least);
-      const bool stays =
-          column < candidates && (rank > least || (rank == least && __popc(equal & ((1u << lane) - 1)) < ties));
+      const bool candidate = column < candidates && column != diagonal;
+      const std::uint32_t rank = candidate ? own[column] : 0;
+      const unsigned equal = __ballot_sync(~0u, candidate && rank == least);
+      const bool stays = (candidate && rank > least) ||
+                         (candidate && rank == least && __popc(equal & ((1u << lane) - 1)) < ties) ||
+                         (column < candidates && column == diagonal);
       const unsigned chosen = __ballot_sync(~0u, stays);
       ties -= min(ties, __popc(equal));
-      if (lane == 0) target[word] = chosen;
+      if (word % kLanes == lane) mine = chosen;
+      if ((word + 1) % kLanes == 0 || word + 1 == c.words) {
+        const int at = word / kLanes * kLanes + lane;
+        if (at <= word) target[at] = mine;
+      }
     }
   }
 }
@@ -195,6 +261,7 @@ struct ListJob {
   unsigned long long* room;  // entries taken
   int* extra;                // [mask head]: places taken beyond one per tile
   int place_count, group, groups, repeats, most;
+  int kept;  // entries of the longest block row; block rows have their room in order
   bool by_keys;
 };
 
@@ -221,22 +288,42 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ L
   const auto is_full = [&](int other, unsigned found) {
     return found == all && (!a.causal || (job.by_keys ? other >= first + own_blocks : other < first));
   };
-  const int begin = a.causal && job.by_keys ? first / kLanes * kLanes : 0;
-  const int end = a.causal && !job.by_keys ? first + own_blocks : c.blocks;
+  const int begin = a.causal && job.by_keys ? first / kLanes : 0;
+  const int end = (a.causal && !job.by_keys ? first + own_blocks - 1 : c.blocks - 1) / kLanes + 1;
+  // Blocks in ascending order, as many as lanes at a time; rows of bits are looked through by words, most of which are
+  // empty.
+  const auto for_each = [&](const auto& use) {
+    for (int words = begin; words < end; words += kLanes) {
+      unsigned left = ~0u;
+      if (!job.by_keys) {
+        std::uint32_t any = 0;
+        for (int i = 0; i < own_blocks && words + lane < c.words; ++i)
+          any |= bits[static_cast<std::int64_t>(first + i) * c.words + words + lane];
+        left = __ballot_sync(~0u, any != 0);
+      }
+      for (; left != 0; left &= left - 1) {
+        const int word = words + __ffs(static_cast<int>(left)) - 1;
+        if (word >= end) break;
+        const int other = word * kLanes + lane;
+        const unsigned found = meets(other);
+        const unsigned fulls = __ballot_sync(~0u, is_full(other, found));
+        use(other, found, fulls, __ballot_sync(~0u, found != 0) & ~fulls);
+      }
+    }
+  };
   int full = 0, partial = 0;
-  for (int other = begin + lane; other - lane < end; other += kLanes) {
-    const unsigned found = meets(other);
-    full += __popc(__ballot_sync(~0u, is_full(other, found)));
-    partial += __popc(__ballot_sync(~0u, found != 0 && !is_full(other, found)));
+  for_each([&](int, unsigned, unsigned fulls, unsigned partials) {
+    full += __popc(fulls);
+    partial += __popc(partials);
+  });
+  unsigned long long room = (static_cast<unsigned long long>(mask_head) * c.blocks + first) * job.kept;
+  if (job.by_keys) {
+    if (lane == 0) room = atomicAdd(job.room, static_cast<unsigned long long>(full + partial));
+    room = __shfl_sync(~0u, room, 0);
   }
-  unsigned long long room = 0;
-  if (lane == 0) room = atomicAdd(job.room, static_cast<unsigned long long>(full + partial));
-  room = __shfl_sync(~0u, room, 0);
   unsigned long long next_full = room, next_partial = room + static_cast<unsigned long long>(full);
-  for (int other = begin + lane; other - lane < end; other += kLanes) {
-    const unsigned found = meets(other), before = (1u << lane) - 1;
-    const unsigned fulls = __ballot_sync(~0u, is_full(other, found));
-    const unsigned partials = __ballot_sync(~0u, found != 0 && !is_full(other, found));
+  for_each([&](int other, unsigned found, unsigned fulls, unsigned partials) {
+    const unsigned before = (1u << lane) - 1;
     if (found != 0) {
       const unsigned long long place =
           fulls >> lane & 1 ? next_full + __popc(fulls & before) : next_partial + __popc(partials & before);
@@ -245,7 +332,7 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ L
     }
     next_full += __popc(fulls);
     next_partial += __popc(partials);
-  }
+  });
   if (lane != 0) return;
   BlockPlace* const places = job.places + static_cast<std::int64_t>(mask_head) * job.place_count;
   const int count = full + partial;
@@ -265,6 +352,7 @@ Choice choice_of(const AdaptiveShape& shape, int branch, std::byte* workspace) {
   return {shape.density,
           branch,
           shape.blocks,
+          shape.stride(),
           std::countr_zero(static_cast<unsigned>(shape.block_size)),
           shape.words(),
           reinterpret_cast<float*>(workspace + places.query_means),
@@ -272,7 +360,7 @@ Choice choice_of(const AdaptiveShape& shape, int branch, std::byte* workspace) {
           reinterpret_cast<std::uint32_t*>(workspace + places.bits)};
 }
 
-int row_bytes(int rows, int blocks, int columns) { return rows * (blocks + columns) * static_cast<int>(sizeof(float)); }
+int row_bytes(int rows, int stride, int columns) { return rows * (stride + columns) * static_cast<int>(sizeof(float)); }
 
 }  // namespace
 
@@ -296,7 +384,7 @@ AdaptivePlaces::AdaptivePlaces(const AdaptiveShape& shape) {
   };
   const std::int64_t heads = shape.mask_heads, blocks = shape.blocks;
   take(query_means, heads * blocks * shape.columns * 4);
-  take(key_means, shape.kv_heads * blocks * shape.columns * 4);
+  take(key_means, static_cast<std::int64_t>(shape.kv_heads) * shape.stride() * shape.columns * 4);
   take(bits, heads * blocks * shape.words() * 4);
   take(cursors, 8 + heads * 4);
   // One place per tile of at least 64 rows, or per block, and half as many again for what is split.
@@ -307,7 +395,7 @@ AdaptivePlaces::AdaptivePlaces(const AdaptiveShape& shape) {
 }
 
 int most_adaptive_blocks(int shared_bytes, int columns) {
-  return shared_bytes / static_cast<int>(sizeof(float)) - columns;
+  return (shared_bytes / static_cast<int>(sizeof(float)) - columns) / kFour * kFour;
 }
 
 cudaError_t choose_adaptive(const Launch& all, const AdaptiveShape& shape, int branch, DType dtype, int shared_bytes,
@@ -316,17 +404,17 @@ cudaError_t choose_adaptive(const Launch& all, const AdaptiveShape& shape, int b
   const Choice choice = choice_of(shape, branch, workspace);
   const int lanes = all.columns <= 64 ? 8 : all.columns <= 128 ? 16 : 32;
   const auto heads = static_cast<unsigned>(all.heads), batch = static_cast<unsigned>(all.batch);
-  const dim3 means(static_cast<unsigned>(shape.blocks), heads + static_cast<unsigned>(all.kv_heads), batch);
-  const cudaError_t error =
-      with_storage(dtype, [&]<class T>() { return launch(&block_means<T>, means, 0, 0, stream, all, choice, lanes); });
+  const dim3 means(static_cast<unsigned>((shape.blocks * (all.heads + all.kv_heads) + kWarps - 1) / kWarps), 1, batch);
+  const cudaError_t error = with_storage(
+      dtype, [&]<class T>() { return launch(&block_means<T>, means, kThreads, 0, 0, stream, all, choice, lanes); });
   if (error != cudaSuccess) return error;
-  const auto fits = [&](int rows, int bytes) { return row_bytes(rows, shape.blocks, all.columns) <= bytes; };
+  const auto fits = [&](int rows, int bytes) { return row_bytes(rows, shape.stride(), all.columns) <= bytes; };
   const auto run = [&]<int kRows>() {
     const dim3 grid(static_cast<unsigned>((shape.blocks + kRows - 1) / kRows), heads, batch);
-    const int bytes = row_bytes(kRows, shape.blocks, all.columns);
-    return launch(&choose_rows<kRows>, grid, bytes, shared_bytes, stream, all, choice);
+    const int bytes = row_bytes(kRows, shape.stride(), all.columns);
+    return launch(&choose_rows<kRows>, grid, kChoosing, bytes, shared_bytes, stream, all, choice);
   };
-  if (fits(kMostRows, shared_bytes / 2)) return run.operator()<kMostRows>();  // two thread blocks to a multiprocessor
+  if (fits(kMostRows, shared_bytes)) return run.operator()<kMostRows>();
   return fits(kFewRows, shared_bytes) ? run.operator()<kFewRows>() : run.operator()<1>();
 }
 
@@ -343,6 +431,7 @@ cudaError_t adaptive_lists(const Launch& all, const AdaptiveShape& shape, int br
   job.group = std::max(1, of.tile_rows / shape.block_size);
   job.repeats = std::max(1, shape.block_size / of.tile_rows);
   job.groups = (shape.blocks + job.group - 1) / job.group;
+  job.kept = shape.kept;
   job.by_keys = of.by_keys;
   const int tiles = job.groups * job.repeats;
   const std::int64_t entries = static_cast<std::int64_t>(shape.blocks) * shape.kept;
@@ -358,14 +447,15 @@ cudaError_t adaptive_lists(const Launch& all, const AdaptiveShape& shape, int br
   lists.shift = static_cast<std::uint8_t>(job.c.shift);
   lists.tile_shift = static_cast<std::uint8_t>(std::countr_zero(static_cast<unsigned>(of.tile_rows)));
   const std::size_t heads = static_cast<std::size_t>(shape.mask_heads);
-  cudaError_t error = cudaMemsetAsync(job.room, 0, sizeof(*job.room) + heads * sizeof(int), stream);
-  if (error == cudaSuccess)  // no place is an item yet
+  cudaError_t error = cudaSuccess;
+  if (of.by_keys) error = cudaMemsetAsync(job.room, 0, sizeof(*job.room) + heads * sizeof(int), stream);
+  if (of.splits && error == cudaSuccess)  // no place is an item yet
     error = cudaMemsetAsync(job.places, 0xFF, heads * static_cast<std::size_t>(job.place_count) * sizeof(BlockPlace),
                             stream);
   if (error != cudaSuccess || job.groups == 0) return error;
   const dim3 grid(static_cast<unsigned>((job.groups + kWarps - 1) / kWarps), static_cast<unsigned>(all.heads),
                   static_cast<unsigned>(all.batch));
-  return launch(&list_tiles, grid, 0, 0, stream, all, job);
+  return launch(&list_tiles, grid, kThreads, 0, 0, stream, all, job);
 }
 
 }  // namespace longspan::cuda

@@ -15,7 +15,8 @@ struct AdaptiveShape {
   double density;
   int block_size, blocks, kept;  // kept: of the longest row
   int mask_heads, kv_heads, columns;
-  int words() const { return (blocks + 31) / 32; }  // of a row of bits
+  int words() const { return (blocks + 31) / 32; }     // of a row of bits
+  int stride() const { return (blocks + 3) / 4 * 4; }  // of a row of scores: whole vectors
   std::int64_t entries() const { return static_cast<std::int64_t>(mask_heads) * blocks * kept; }
 };
 AdaptiveShape adaptive_shape(const Plan& plan, const BranchPlan& branch);

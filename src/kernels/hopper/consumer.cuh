@@ -10,8 +10,8 @@ namespace longspan::hopper {
 using cuda::fast_exp2;
 using cuda::kLn2;
 
-/// Rows whose maximum grew by less than kSlack, in base 2, keep the old one. No more than that, since the weight of a key
-/// that has nearly all of it is rounded then, where it would be 1 (docs/hopper_backward.md, "Errors").
+/// Rows whose maximum grew by less than kSlack, in base 2, keep the old one. No more than that, since the weight of a
+/// key that has nearly all of it is rounded then, where it would be 1 (docs/hopper_backward.md, "Errors").
 inline constexpr float kSlack = 2.0f;
 
 __device__ __forceinline__ float finite(float largest) { return largest == -LONGSPAN_INFINITY ? 0.0f : largest; }
@@ -202,7 +202,7 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kColumns / 2; ++j) out[j] *= correction[j / 2 % 2];
   }
-  /// scores become weights, exp2(score - maximum), which are summed in float32 and packed for P V.
+  /// scores become weights, exp2(score - maximum), which are summed in float32.
   __device__ __forceinline__ void exponentiate(float factor) {
     const float shift[2] = {-finite(largest[0]), -finite(largest[1])};
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -213,6 +213,9 @@ struct Consumer {
     }
     sum[0] += part[0] + part[1];
     sum[1] += part[2] + part[3];
+  }
+  /// Weights as P V takes them; only when the last P V has read those before.
+  __device__ __forceinline__ void pack_weights() {
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
   }
@@ -255,6 +258,7 @@ struct Consumer {
     float correction[2];
     raise(factor, correction);
     exponentiate(factor);
+    pack_weights();
   }
   /// Lists: hands on the next tile of keys if this group does not see it. The values of the last tile are still held,
   /// so the stages left limit how many may be passed in a row; more are computed, masked.
@@ -289,13 +293,20 @@ struct Consumer {
     else if (tile >= unmasked) mask(tile * kKeys, keys);
     float correction[2];
     const bool raised = raise(factor, correction);
+    if constexpr (S::kWeighsEarly) {
+      exponentiate(factor);
+      pin(scores);
+      if (__any_sync(~0u, sum[0] + sum[1] < 0.0f)) __nanosleep(20);  // never: else the assembler would wait first
+    }
     products_wait<0>();
     pin(out);
+    if constexpr (S::kWeighsEarly) pin(scores);
     if (raised) rescale(correction);
     release_value(v.stage);
     v.advance();
     if constexpr (S::kPasses) pass_values();
-    exponentiate(factor);
+    if constexpr (!S::kWeighsEarly) exponentiate(factor);
+    pack_weights();
     if constexpr (S::kLists) clear_values_after_end(note);
   }
 

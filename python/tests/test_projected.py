@@ -84,6 +84,10 @@ def test_operators_keep_torchs_rules():
     x, weight = (torch.randn(s, requires_grad=True) for s in ((6, 4), (16, 4)))
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.longspan.strand_linear.default, (x, weight, 4, [8, 0, 1, 8, 0, 1]), test_utils=utilities)
+    grad = torch.randn(6, 16)
+    for given in ((x, weight), (x, None), (None, weight)):
+        arguments = (grad, *(t if t is None else t.detach() for t in given), 4, [8, 0, 1, 8, 0, 1])
+        torch.library.opcheck(torch.ops.longspan.strand_linear_backward.default, arguments, test_utils=utilities)
     pattern = str(longspan.dilated([4, 8], [1, 2]))
     settings = (pattern, True, None, None, 0.0, None, None, None, None, None, False, False, False, "")
     for sizes in ((3, None), (1, 2)):
@@ -129,6 +133,59 @@ def test_layers_of_others_and_hooks_are_called(calls):
     module.v_proj.__class__ = Doubled
     assert not torch.allclose(module(x)[0], want)
     assert len(calls) == 1
+
+
+def test_forwards_of_others_and_hooks_on_all_modules_are_called():
+    """As tools have them that move weights, count operations or name what runs."""
+    module = lt.MultiheadDilatedAttention(16, 4, [1, 2], [8, 16])
+    x = torch.randn(1, 16, 16)
+    want = module(x)[0]
+    for name in ("v_proj", "attention"):
+        watched = getattr(module, name)
+        plain = watched.forward
+        watched.forward = lambda *tensors, **options: 2 * plain(*tensors, **options)
+        with torch.no_grad():
+            assert not torch.allclose(module(x)[0], want), name
+        del watched.forward
+    seen = []
+    hook = nn.modules.module.register_module_forward_hook(lambda called, *call: seen.append(called))
+    try:
+        module(x)
+    finally:
+        hook.remove()
+    assert all(child in seen for child in module.children())
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("frozen", ["inputs", "weights", "biases"])
+def test_only_gradients_that_are_wanted_are_computed(frozen, cross, monkeypatch):
+    """The products of a training step, counted; gradients are those that come if all are wanted."""
+    module = shaken(lt.MultiheadDilatedAttention(16, 4, [1, 2], [8, 16]))
+    layers = [*module.q_proj.parameters(), *module.k_proj.parameters(), *module.v_proj.parameters()]
+    x, memory = (torch.randn(1, 16, 16, requires_grad=True) for _ in range(2))
+    inputs = [x, memory] if cross else [x]
+    weight = torch.randn(1, 16, 16)
+    out = module(inputs[0], inputs[-1], inputs[-1])[0]
+    all_wanted = dict(zip([*inputs, *layers], torch.autograd.grad(out, [*inputs, *layers], weight)))
+    for tensor in {"inputs": inputs, "weights": layers, "biases": [p for p in layers if p.dim() == 1]}[frozen]:
+        tensor.requires_grad_(False)
+    out = module(inputs[0], inputs[-1], inputs[-1])[0]
+    products = []
+    product = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *x, **out: products.append(1) or product(*x, **out))
+    wanted = [tensor for tensor in all_wanted if tensor.requires_grad]
+    for tensor, grad in zip(wanted, torch.autograd.grad(out, wanted, weight)):
+        torch.testing.assert_close(grad, all_wanted[tensor])
+    # Of the input the first of two groups, of weights both; twice where key and value come from elsewhere.
+    assert len(products) == {"inputs": 2, "weights": 1, "biases": 3}[frozen] * (1 + cross)
+
+
+def test_who_looks_for_nan_finds_none(poisoned):
+    module = lt.MultiheadDilatedAttention(16, 4, [1, 2], [8, 16])
+    x = torch.randn(1, 16, 16, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True):
+        module(x)[0].sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def make_lm(**arguments):

@@ -26,6 +26,9 @@ _POOL_ARGUMENTS = frozenset(
 
 _TELLS_SIZES = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
 
+# Private, so it may be missing.
+_hooked_everywhere = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
+
 _warned: set[str] = set()
 
 
@@ -103,9 +106,10 @@ def surely(condition: Any) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody wants to see calls of the module."""
-    return bool(
+    """Whether somebody wants to see calls of the module, or of every module, or has given this one a forward of its own."""
+    return "forward" in module.__dict__ or bool(
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+        or _hooked_everywhere()
     )
 
 

@@ -37,8 +37,9 @@ _ONES = {"cpu": 8, "cuda": 64}
 # strands: columns, first row and step of each block of outputs, one after another. What lies between rows is not
 # written, and its gradients are not read. features: the columns of x that have a gradient.
 library.define("strand_linear(Tensor x, Tensor weight, int features, int[] strands) -> Tensor")
+# Without weight the gradient of x is not wanted, which takes nothing else, and without x that of weight.
 library.define(
-    "strand_linear_backward(Tensor grad, Tensor x, Tensor weight, int features, int[] strands) -> (Tensor, Tensor)"
+    "strand_linear_backward(Tensor grad, Tensor? x, Tensor? weight, int features, int[] strands) -> (Tensor, Tensor)"
 )
 # stacked: [batch, tokens, heads, 3, head_dim]; or of query alone, and `keys` of key and value.
 library.define(f"stacked_attention(Tensor stacked, Tensor? keys, {SETTINGS}) -> (Tensor, Tensor)")
@@ -66,23 +67,27 @@ def _run_linear(x: Tensor, weight: Tensor, features: int, strands: Sequence[int]
 
 
 def _run_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, features: int, strands: Sequence[int]
+    grad: Tensor, x: Tensor | None, weight: Tensor | None, features: int, strands: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight = _fake_linear_backward(grad, x, weight, features, strands)
     sizes = strands[::3]
-    given, weights, made = (tensor.split_with_sizes(sizes, i) for tensor, i in ((grad, 1), (weight, 0), (grad_weight, 0)))
-    target, begun = grad_x[:, :features], False
-    for i in sorted(range(len(sizes)), key=strands[2::3].__getitem__):  # first a block that has every row
-        row, step = strands[3 * i + 1 : 3 * i + 3]
-        part, taken = (given[i], x) if step == 1 else (given[i][row::step], x[row::step])
-        if not begun and step > 1:
-            target.zero_()
-        if not begun and step == 1:
-            torch.mm(part, weights[i][:, :features], out=target)
-        else:
-            target[row::step].addmm_(part, weights[i][:, :features])
-        begun = True
-        torch.mm(part.t(), taken, out=made[i])
+    given = grad.split_with_sizes(sizes, 1)
+    if x is not None:
+        for part, made, row, step in zip(given, grad_weight.split_with_sizes(sizes), strands[1::3], strands[2::3]):
+            torch.mm(part[row::step].t(), x[row::step], out=made)
+    if weight is not None:
+        target, begun = grad_x[:, :features], False
+        grad_x[:, features:].zero_()  # nobody reads these, but who looks for NaN would find what lay there
+        weights = weight[:, :features].split_with_sizes(sizes)
+        for i in sorted(range(len(sizes)), key=strands[2::3].__getitem__):  # first a block that has every row
+            row, step = strands[3 * i + 1 : 3 * i + 3]
+            if not begun and step > 1:
+                target.zero_()
+            if not begun and step == 1:
+                torch.mm(given[i], weights[i], out=target)
+            else:
+                target[row::step].addmm_(given[i][row::step], weights[i])
+            begun = True
     return grad_x, grad_weight
 
 
@@ -91,18 +96,25 @@ def _fake_linear(x: Tensor, weight: Tensor, features: int, strands: Sequence[int
 
 
 def _fake_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, features: int, strands: Sequence[int]
+    grad: Tensor, x: Tensor | None, weight: Tensor | None, features: int, strands: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+    rows, columns = grad.shape
+    return (
+        grad.new_empty(0 if weight is None else (rows, weight.shape[1])),
+        grad.new_empty(0 if x is None else (columns, x.shape[1])),
+    )
 
 
 def _linear_context(ctx, inputs, output) -> None:
     x, weight, ctx.features, ctx.strands = inputs
-    ctx.save_for_backward(x, weight)
+    for_x, for_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
 
 
 def _differentiate_linear(ctx, grad):
-    return *_strand_linear_backward(grad, *ctx.saved_tensors, ctx.features, ctx.strands), None, None
+    x, weight = ctx.saved_tensors
+    grad_x, grad_weight = _strand_linear_backward(grad, x, weight, ctx.features, ctx.strands)
+    return None if weight is None else grad_x, None if x is None else grad_weight, None, None
 
 
 def _parts(stacked: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:

@@ -9,6 +9,8 @@
 #include <mutex>
 
 #include "longspan/error.h"
+#include "longspan/threads.h"
+#include "util/parallel.h"
 
 namespace longspan {
 namespace {
@@ -23,23 +25,44 @@ void sum_up(const MessageBuffer& message, bool take_away, void* stream) {
   gpu::add_checksum(sum, message.payload(), message.bytes(), take_away, message.device().index, stream);
 }
 
+/// Sums of 32-bit products, which every CPU has for vectors. A word is also added to its neighbour's sum as it is, so
+/// that one changed word always shows; keys that change with the place show words that change theirs.
+std::uint64_t sum_of(const std::byte* data, std::size_t bytes) {
+  constexpr std::size_t kLanes = 8, kStripe = kLanes * 8;
+  std::uint64_t sums[kLanes] = {}, key = 0;
+  const auto add = [&](const std::byte* stripe) {
+    key += 0x9E3779B97F4A7C15u;
+    std::uint64_t words[kLanes];
+    std::memcpy(words, stripe, kStripe);
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      const std::uint64_t mixed = words[lane] ^ (key + lane);
+      sums[lane] += (mixed & 0xFFFFFFFFu) * (mixed >> 32) + words[lane ^ 1];
+    }
+  };
+  std::size_t at = 0;
+  for (; at + kStripe <= bytes; at += kStripe) add(data + at);
+  if (at < bytes) {
+    std::byte rest[kStripe] = {};
+    std::memcpy(rest, data + at, bytes - at);
+    add(rest);
+  }
+  std::uint64_t sum = bytes;
+  for (const std::uint64_t lane : sums) sum = (sum ^ lane ^ (lane >> 31)) * 0xBF58476D1CE4E5B9u;
+  return sum;
+}
+
 }  // namespace
 
 std::uint64_t checksum(const std::byte* data, std::size_t bytes) {
-  // Four sums side by side, so that the multiplications overlap; odd factors lose no change.
-  std::uint64_t lanes[4] = {1, 2, 3, 4};
-  std::size_t at = 0;
-  for (; at + 32 <= bytes; at += 32) {
-    for (std::size_t lane = 0; lane < 4; ++lane) {
-      std::uint64_t word;
-      std::memcpy(&word, data + at + lane * 8, 8);
-      lanes[lane] = (lanes[lane] ^ word) * 0x9E3779B97F4A7C15u;
-      lanes[lane] ^= lanes[lane] >> 29;
-    }
-  }
-  for (; at < bytes; ++at) lanes[0] = (lanes[0] ^ static_cast<std::uint64_t>(data[at])) * 0xD6E8FEB86659FD93u;
+  constexpr std::size_t kAtOnce = 128 * 1024;
+  const auto parts = static_cast<std::int64_t>((bytes + kAtOnce - 1) / kAtOnce);
+  std::vector<std::uint64_t> sums(static_cast<std::size_t>(parts));
+  parallel_for(num_threads(), parts, {}, [&](int, std::int64_t part) {
+    const std::size_t begin = static_cast<std::size_t>(part) * kAtOnce;
+    sums[static_cast<std::size_t>(part)] = sum_of(data + begin, std::min(kAtOnce, bytes - begin));
+  });
   std::uint64_t sum = bytes;
-  for (const std::uint64_t lane : lanes) sum = (sum ^ lane ^ (lane >> 31)) * 0xBF58476D1CE4E5B9u;
+  for (const std::uint64_t part : sums) sum = (sum ^ part ^ (part >> 31)) * 0xBF58476D1CE4E5B9u;
   return sum;
 }
 

@@ -53,14 +53,32 @@ inline TensorView run_view(std::byte* payload, const ExchangeRun& run, bool valu
   return TensorView::bnhd(data, dtype, batch, run.count, run.kv_heads, columns, device);
 }
 
-/// Calls body(entry, row of the run, position) for every row of a run, in parallel.
+inline constexpr std::int64_t kRowsAtOnce = 64;  // of a thread: enough that sharing out rows costs nothing
+
+/// Calls body(entry, first row, last row) for blocks of all rows of a tensor, in parallel.
 template <class Body>
-void for_each_row(const ExchangeRun& run, std::int64_t batch, Body&& body) {
-  constexpr std::int64_t kRows = 64;
-  const std::int64_t blocks = (run.count + kRows - 1) / kRows;
+void for_each_block(std::int64_t batch, std::int64_t rows, Body&& body) {
+  const std::int64_t blocks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   parallel_for(num_threads(), batch * blocks, {}, [&](int, std::int64_t item) {
-    const std::int64_t entry = item / blocks, begin = item % blocks * kRows, end = std::min(begin + kRows, run.count);
-    for (std::int64_t row = begin; row < end; ++row) body(entry, row, run.first + row * run.step);
+    const std::int64_t begin = item % blocks * kRowsAtOnce;
+    body(item / blocks, begin, std::min(begin + kRowsAtOnce, rows));
+  });
+}
+
+/// Calls body(run, entry, row of the run, position) for every row of a message, in one parallel loop: there may be a run
+/// for every head.
+template <class Body>
+void for_each_row(std::span<const ExchangeRun> runs, std::int64_t batch, Body&& body) {
+  const auto blocks_of = [](const ExchangeRun& run) { return (run.count + kRowsAtOnce - 1) / kRowsAtOnce; };
+  std::vector<std::int64_t> ends;
+  for (const ExchangeRun& run : runs) ends.push_back((ends.empty() ? 0 : ends.back()) + batch * blocks_of(run));
+  parallel_for(num_threads(), ends.empty() ? 0 : ends.back(), {}, [&](int, std::int64_t item) {
+    const auto end = std::upper_bound(ends.begin(), ends.end(), item);
+    const ExchangeRun& run = runs[static_cast<std::size_t>(end - ends.begin())];
+    if (end != ends.begin()) item -= *std::prev(end);
+    const std::int64_t blocks = blocks_of(run), begin = item % blocks * kRowsAtOnce;
+    for (std::int64_t row = begin; row < std::min(begin + kRowsAtOnce, run.count); ++row)
+      body(run, item / blocks, row, run.first + row * run.step);
   });
 }
 
@@ -68,21 +86,20 @@ void for_each_row(const ExchangeRun& run, std::int64_t batch, Body&& body) {
 inline void pack(const MessageBuffer& message, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
                  const ConstTensorView& k, const ConstTensorView& v) {
   if (message.place().on_gpu()) return gpu::pack(message.payload(), runs, ranges, k, v, message.place().stream);
-  const std::size_t bytes = static_cast<std::size_t>(k.columns() * size_of(k.dtype));
-  for (const ExchangeRun& run : runs) {
+  const std::int64_t bytes = k.columns() * size_of(k.dtype);
+  for_each_row(runs, k.batch(), [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
+    const std::int64_t source = row_of(ranges, position);
     for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
       const TensorView target = run_view(message.payload(), run, values, k.batch(), k.columns(), k.dtype, {});
-      for_each_row(run, k.batch(), [&](std::int64_t entry, std::int64_t row, std::int64_t position) {
-        const std::int64_t source = row_of(ranges, position);
-        for (std::int64_t head = 0; head < run.kv_heads; ++head) {
-          std::memcpy(static_cast<std::byte*>(target.data) + target.offset(entry, row, head) * size_of(k.dtype),
-                      static_cast<const std::byte*>(view.data) +
-                          view.offset(entry, source, run.kv_head + head) * size_of(k.dtype),
-                      bytes);
-        }
-      });
+      const std::int64_t together = view.strides[2] == view.columns() ? run.kv_heads : 1;  // heads side by side
+      for (std::int64_t head = 0; head < run.kv_heads; head += together) {
+        std::memcpy(
+            static_cast<std::byte*>(target.data) + target.offset(entry, row, head) * size_of(k.dtype),
+            static_cast<const std::byte*>(view.data) + view.offset(entry, source, run.kv_head + head) * size_of(k.dtype),
+            static_cast<std::size_t>(together * bytes));
+      }
     }
-  }
+  });
 }
 
 /// Calls body.operator()<float>() or <double>() for the dtype of sums.
@@ -98,19 +115,17 @@ inline void add_gradients(const MessageBuffer& message, std::span<const Exchange
   if (message.place().on_gpu())
     return gpu::add_gradients(message.payload(), runs, ranges, dk, dv, message.place().stream);
   with_sums(dk.dtype, [&]<class Real>() {
-    for (const ExchangeRun& run : runs) {
+    for_each_row(runs, dk.batch(), [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
+      const std::int64_t target = row_of(ranges, position);
       for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
         const TensorView source = run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
-        for_each_row(run, dk.batch(), [&](std::int64_t entry, std::int64_t row, std::int64_t position) {
-          const std::int64_t target = row_of(ranges, position);
-          for (std::int64_t head = 0; head < run.kv_heads; ++head) {
-            Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
-            const Real* const value = source.template at<Real>(entry, row, head);
-            for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
-          }
-        });
+        for (std::int64_t head = 0; head < run.kv_heads; ++head) {
+          Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
+          const Real* const value = source.template at<Real>(entry, row, head);
+          for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
+        }
       }
-    }
+    });
   });
 }
 
@@ -151,14 +166,15 @@ inline void convert(const TensorView& target, const ConstTensorView& source, voi
   if (target.device.type == DeviceType::cuda) return gpu::convert(target, source, stream);
   dispatch_storage(target.dtype, [&]<class To>() {
     dispatch_storage(source.dtype, [&]<class From>() {
-      parallel_for(num_threads(), source.batch() * source.rows(), {}, [&](int, std::int64_t item) {
-        const std::int64_t entry = item / source.rows(), row = item % source.rows();
-        for (std::int64_t head = 0; head < source.heads(); ++head) {
-          To* const to = target.at<To>(entry, row, head);
-          const From* const from = source.at<From>(entry, row, head);
-          for (std::int64_t column = 0; column < source.columns(); ++column) {
-            if constexpr (std::is_same_v<To, From>) to[column] = from[column];
-            else to[column] = from_float<To>(to_float(from[column]));
+      for_each_block(source.batch(), source.rows(), [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
+        for (std::int64_t row = begin; row < end; ++row) {
+          for (std::int64_t head = 0; head < source.heads(); ++head) {
+            To* const to = target.at<To>(entry, row, head);
+            const From* const from = source.at<From>(entry, row, head);
+            for (std::int64_t column = 0; column < source.columns(); ++column) {
+              if constexpr (std::is_same_v<To, From>) to[column] = from[column];
+              else to[column] = from_float<To>(to_float(from[column]));
+            }
           }
         }
       });
@@ -170,11 +186,10 @@ inline void convert(const TensorView& target, const ConstTensorView& source, voi
 inline void clear(const TensorView& view, void* stream = nullptr) {
   if (view.device.type == DeviceType::cuda) return gpu::clear(view, stream);
   const std::size_t bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
-  parallel_for(num_threads(), view.batch() * view.rows(), {}, [&](int, std::int64_t item) {
-    for (std::int64_t head = 0; head < view.heads(); ++head) {
-      std::memset(static_cast<std::byte*>(view.data) +
-                      view.offset(item / view.rows(), item % view.rows(), head) * size_of(view.dtype),
-                  0, bytes);
+  for_each_block(view.batch(), view.rows(), [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      for (std::int64_t head = 0; head < view.heads(); ++head)
+        std::memset(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), 0, bytes);
     }
   });
 }

@@ -52,8 +52,8 @@ struct Job {
   std::exception_ptr error;  // guarded by the pool's mutex
   Job* following = nullptr;
 
-  Job(detail::ItemFunction f, void* c, std::int64_t n, const LoopControl& loop, int free_places)
-      : function(f), context(c), items(n), control(loop), threads(free_places + 1), places(free_places) {}
+  Job(detail::ItemFunction f, void* c, std::int64_t n, const LoopControl& loop, int most_threads, int free_places)
+      : function(f), context(c), items(n), control(loop), threads(most_threads), places(free_places) {}
 
   bool cancelled() const { return control.cancel && control.cancel->load(std::memory_order_relaxed); }
 };
@@ -61,7 +61,7 @@ struct Job {
 class Pool {
  public:
   void run(Job& job) {
-    const bool wants_several = job.places > 1;  // read now: once the job is published, workers take its places
+    int room = 0;  // for sleeping workers: none where other loops have all threads
     {
       const std::lock_guard lock(mutex_);
       grow(job.places);
@@ -69,10 +69,12 @@ class Pool {
       jobs_ = &job;
       working_.fetch_add(1, std::memory_order_relaxed);
       published_.fetch_add(1, std::memory_order_release);
+      room = std::min(job.places, job.threads - working_.load(std::memory_order_relaxed));
     }
-    if (wants_several) wake_.notify_all();
-    else wake_.notify_one();
+    if (room > 1) wake_.notify_all();
+    else if (room == 1) wake_.notify_one();
     work(job, 0, true);
+    bool others = false;
     {
       const std::lock_guard lock(mutex_);
       for (Job** link = &jobs_; *link; link = &(*link)->following) {
@@ -82,9 +84,10 @@ class Pool {
         }
       }
       working_.fetch_sub(1, std::memory_order_relaxed);
-      if (jobs_) published_.fetch_add(1, std::memory_order_release);  // room for a worker in another loop
+      others = jobs_ != nullptr;  // which have room for one more worker now
+      if (others) published_.fetch_add(1, std::memory_order_release);
     }
-    if (wants_several) wake_.notify_one();
+    if (others) wake_.notify_one();
     for (int spin = 0; spin < kSpins && job.active.load(std::memory_order_acquire) > 0; ++spin) relax();
     if (job.active.load(std::memory_order_acquire) > 0) {
       std::unique_lock lock(mutex_);
@@ -244,7 +247,7 @@ void run_items(int threads, std::int64_t items, const LoopControl& control, Item
   // A loop inside a loop runs where it is: the outer one already fills the threads.
   const bool nested = inside_loop;
   const int helpers = nested ? 0 : static_cast<int>(std::min<std::int64_t>(threads, items)) - 1;
-  Job job(function, context, items, control, std::max(helpers, 0));
+  Job job(function, context, items, control, threads, std::max(helpers, 0));
   if (helpers > 0) pool().run(job);
   else pool().work(job, 0, !nested);
   inside_loop = nested;

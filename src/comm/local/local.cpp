@@ -14,6 +14,8 @@
 #include "comm/gpu/gpu.h"
 #include "longspan/communicator.h"
 #include "longspan/error.h"
+#include "longspan/threads.h"
+#include "util/parallel.h"
 
 namespace longspan {
 namespace {
@@ -38,7 +40,13 @@ void copy(void* target, Device target_device, const void* source, Device source_
   for (const Device& device : {target_device, source_device}) {
     if (device.type == DeviceType::cuda) return gpu::copy_now(target, source, bytes, device.index);
   }
-  std::memcpy(target, source, bytes);
+  // A rank that is done helps those that are not, so a long copy is not one thread's alone.
+  constexpr std::size_t kAtOnce = 256 * 1024;
+  parallel_for(num_threads(), static_cast<std::int64_t>((bytes + kAtOnce - 1) / kAtOnce), {}, [&](int, std::int64_t part) {
+    const std::size_t begin = static_cast<std::size_t>(part) * kAtOnce;
+    std::memcpy(static_cast<std::byte*>(target) + begin, static_cast<const std::byte*>(source) + begin,
+                std::min(kAtOnce, bytes - begin));
+  });
 }
 
 struct Board {

@@ -3,8 +3,8 @@
 
     python bench/ring.py --longspan build/release/longspan [bytes] [memory] [mpi] [local] [gpu]      the first three without names
 
-Writes bench/results/ring_bytes.json, ring_memory.json, ring_mpi.json, ring_local.json and ring_gpu.json (or the same
-names in --results). `local` wants 16 cores, `gpu` a GPU. Bytes are plain integers from `longspan plan`;
+Writes bench/results/ring_bytes.json, ring_memory.json, ring_mpi.json, ring_local.json, ring_local_short.json and
+ring_gpu.json (or the same names in --results). `local` wants 16 cores, `gpu` a GPU. Bytes are plain integers from `longspan plan`;
 where `counted` is true they were also counted by `longspan ring` on the way and were equal on every rank.
 """
 
@@ -121,6 +121,8 @@ def measure_against_one(longspan: str, name: str, ranks: int, arguments: list[st
     for pair in range(pairs):
         for one in (run_alone, run_ring) if pair % 2 == 0 else (run_ring, run_alone):
             one()
+        print(f"pair {pair}: {alone[-1]:.3f} s alone, {ring[-1]['seconds']:.3f} s over {ranks} ranks, "
+              f"longest wait {max(ring[-1]['waited_seconds']):.3f} s", flush=True)  # fmt: skip
     ratio = statistics.median(of_ring["seconds"] / of_one for of_ring, of_one in zip(ring, alone))
     times = statistics.median(of_ring["seconds"] for of_ring in ring) / statistics.median(alone)
     waited = statistics.median(max(of_ring["waited_seconds"]) for of_ring in ring)
@@ -141,9 +143,13 @@ def measure_mpi(longspan: str) -> None:
 
 
 def measure_local(longspan: str) -> None:
-    """Eight ranks of one process."""
-    arguments = ["--tokens", "16384", "--heads", "16", "--head-dim", "64", "--segments", "2048,8192,16384", "--dilations", "1,4,8", "--backward", "--repeat", "3"]
-    measure_against_one(longspan, "ring_local", 8, arguments, [longspan, "ring", "--json", "--ranks", "8"])
+    """Eight ranks of one process: 16,384 rows each, and 2,048 each, where every fourth row of a head is another rank's."""
+    for name, arguments in (
+        ("ring_local", ["--tokens", "131072", "--heads", "4", "--segments", "2048,32768,131072", "--dilations", "1,16,64"]),
+        ("ring_local_short", ["--tokens", "16384", "--heads", "16", "--segments", "2048,8192,16384", "--dilations", "1,4,8"]),
+    ):
+        arguments += ["--head-dim", "64", "--backward", "--repeat", "3"]
+        measure_against_one(longspan, name, 8, arguments, [longspan, "ring", "--json", "--ranks", "8"], pairs=5)
 
 
 def measure_gpu(longspan: str) -> None:

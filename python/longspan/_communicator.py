@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 
 class Communicator(abc.ABC):
@@ -13,10 +14,13 @@ class Communicator(abc.ABC):
     #: This rank, and how many there are.
     rank: int
     size: int
+    #: Whether messages of GPU tensors come as GPU memory (objects with __cuda_array_interface__, ready when begin is
+    #: called, and to be when wait returns) instead of going by way of the host.
+    takes_gpu: bool = False
 
     @abc.abstractmethod
     def begin(
-        self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
+        self, sends: Sequence[tuple[int, memoryview | Any]], receives: Sequence[tuple[int, memoryview | Any]]
     ) -> None:
         """Starts one exchange: at most one message to and from each peer. The memory stays valid until wait returns;
         after a failure it stays valid until the process ends."""

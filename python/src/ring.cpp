@@ -21,14 +21,15 @@ namespace {
 
 using namespace nb::literals;
 
-/// A Python object as a transport: rank, size, begin(sends, receives), wait(seconds), abort().
-/// Messages are pairs (peer, memoryview).
+/// A Python object as a transport: rank, size, begin(sends, receives), wait(seconds), abort(), and perhaps takes_gpu.
+/// Messages are pairs (peer, memory): a memoryview, or on a GPU an object with __cuda_array_interface__.
 class PythonCommunicator final : public Communicator {
  public:
   explicit PythonCommunicator(nb::object target)
       : target_(std::move(target)),
         rank_(nb::cast<int>(target_.attr("rank"))),
-        size_(nb::cast<int>(target_.attr("size"))) {}
+        size_(nb::cast<int>(target_.attr("size"))),
+        takes_gpu_(nb::cast<bool>(nb::bool_(nb::getattr(target_, "takes_gpu", nb::bool_(false))))) {}
   ~PythonCommunicator() override {
     nb::gil_scoped_acquire lock;
     target_.reset();
@@ -37,14 +38,15 @@ class PythonCommunicator final : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool keeps_buffers() const override { return true; }
+  bool takes(Device device) const override { return takes_gpu_ || Communicator::takes(device); }
 
   void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) override {
     nb::gil_scoped_acquire lock;
     nb::list to, from;
     for (const SendBuffer& send : sends)
-      to.append(nb::make_tuple(send.peer, memory(const_cast<void*>(send.data), send.bytes, PyBUF_READ)));
+      to.append(nb::make_tuple(send.peer, memory(const_cast<void*>(send.data), send.bytes, send.device, PyBUF_READ)));
     for (const ReceiveBuffer& receive : receives)
-      from.append(nb::make_tuple(receive.peer, memory(receive.data, receive.bytes, PyBUF_WRITE)));
+      from.append(nb::make_tuple(receive.peer, memory(receive.data, receive.bytes, receive.device, PyBUF_WRITE)));
     call("begin", to, from);
   }
 
@@ -64,8 +66,17 @@ class PythonCommunicator final : public Communicator {
   }
 
  private:
-  static nb::object memory(void* data, std::size_t bytes, int flags) {
-    return nb::steal(PyMemoryView_FromMemory(static_cast<char*>(data), static_cast<Py_ssize_t>(bytes), flags));
+  static nb::object memory(void* data, std::size_t bytes, Device device, int flags) {
+    if (device.type == DeviceType::cpu)
+      return nb::steal(PyMemoryView_FromMemory(static_cast<char*>(data), static_cast<Py_ssize_t>(bytes), flags));
+    nb::dict interface;
+    interface["shape"] = nb::make_tuple(bytes);
+    interface["typestr"] = "|u1";
+    interface["data"] = nb::make_tuple(reinterpret_cast<std::uintptr_t>(data), false);
+    interface["version"] = 3;
+    nb::object memory = nb::module_::import_("types").attr("SimpleNamespace")();
+    memory.attr("__cuda_array_interface__") = interface;
+    return memory;
   }
   /// Errors of the transport become the last line of what Python says about them.
   template <class... Args>
@@ -79,6 +90,7 @@ class PythonCommunicator final : public Communicator {
 
   nb::object target_;
   int rank_, size_;
+  bool takes_gpu_;
 };
 
 std::shared_ptr<Communicator> as_communicator(nb::handle object) {

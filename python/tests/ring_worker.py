@@ -1,6 +1,7 @@
-"""One rank of a gloo group for test_ring.py: runs the named checks and exits with 1 if one fails.
+"""One rank of a process group for test_ring.py: runs the named checks and exits with 1 if one fails.
 
     python ring_worker.py CHECK,CHECK RANK SIZE FILE      FILE is where the ranks find each other
+    torchrun --nproc-per-node 1 ring_worker.py nccl       one rank of NCCL, as torchrun places it
 """
 
 import os
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import longspan
 from longspan.torch import DilatedAttention, RingAdvancedDistributedDilatedAttention, RingDilatedAttention, shard, unshard
 from longspan.torch.multihead import MultiheadDilatedAttention
+from longspan.torch.process_group import ProcessGroupCommunicator
 from longspan.torch.ring import RingMultiheadDilatedAttention
 
 SEGMENTS, RATES = [16, 64, 200], [1, 2, 5]
@@ -131,6 +133,44 @@ def check_cuda(rank: int, size: int) -> None:
         assert module.monitor.bytes_received > 0
 
 
+def check_nccl(rank: int, size: int) -> None:
+    """One GPU: a group of one needs no messages, and its communicator can send to itself, GPU memory and the host's."""
+    q, k, v, grad = (x.to("cuda", torch.bfloat16) for x in inputs())
+    one, own = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    DilatedAttention(SEGMENTS, RATES)(*one, is_causal=True).backward(grad)
+    module = RingDilatedAttention(SEGMENTS, RATES, deadline=20)
+    module(*own, is_causal=True).backward(grad)
+    for mine, theirs in zip(own, one):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2**-6, atol=2**-7)
+    communicator = ProcessGroupCommunicator(dist.group.WORLD)
+    assert communicator.takes_gpu and (communicator.rank, communicator.size) == (0, 1)
+    rows_sent = torch.arange(1 << 20, device="cuda", dtype=torch.int32).view(torch.uint8)
+    busy = torch.cuda.Stream()
+    for attempt in range(3):
+        arrived = torch.zeros_like(rows_sent)
+        torch.cuda.synchronize()  # memory is ready when begin is called
+        with torch.cuda.stream(busy):
+            torch.cuda._sleep(200_000_000)  # a stream that computes is not waited for
+        with torch.cuda.stream(busy):
+            communicator.begin([(0, rows_sent)], [(0, arrived)])
+            communicator.wait(20)
+            assert attempt == 0 or not busy.query(), "messages waited for the computing stream"  # NCCL starts first
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert torch.equal(arrived, rows_sent)
+    sent, got = bytearray(range(200)), bytearray(200)
+    communicator.begin([(0, memoryview(sent).toreadonly())], [(0, memoryview(got))])
+    communicator.wait(20)
+    assert got == sent
+    assert communicator._wait_on_gpu(_Never(), 0.2) is False  # torch's kernels that never end look like that
+
+
+class _Never:
+    """A work that takes longer than anyone waits."""
+
+    def wait(self) -> None:
+        torch.cuda._sleep(2_000_000_000)
+
+
 def check_silent(rank: int, size: int) -> None:
     """Rank 1 stops taking part; the others raise in time and say who is missing."""
     q, k, v, _ = inputs()
@@ -163,12 +203,17 @@ def check_disagree(rank: int, size: int) -> None:
 
 
 def main() -> None:
-    checks, rank, size, file = sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    checks = sys.argv[1].split(",")
     torch.set_num_threads(1)
     longspan.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+    if len(sys.argv) == 2:  # torchrun says the rest
+        dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    else:
+        rank, size, file = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+        dist.init_process_group(
+            "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
+    rank, size = dist.get_rank(), dist.get_world_size()
     for check in checks:
         globals()[f"check_{check}"](rank, size)
     dist.barrier()

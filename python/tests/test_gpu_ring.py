@@ -1,4 +1,9 @@
-"""Rings over CUDA tensors: local ranks that share a GPU, and gloo ranks that do. Skipped aloud where there is no GPU."""
+"""Rings over CUDA tensors: local ranks that share a GPU, gloo ranks that do, and NCCL as far as one GPU goes. Skipped aloud where there is no GPU."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -6,7 +11,7 @@ import longspan
 
 torch = pytest.importorskip("torch")
 
-from longspan.torch import RingDilatedAttention
+from longspan.torch import BlockSparseRingDilatedAttention, RingDilatedAttention
 from test_gpu import WHY_NOT
 from test_ring import run_group
 
@@ -45,7 +50,90 @@ def test_gloo_ranks_share_a_gpu(tmp_path):
     run_group("cuda", 2, tmp_path)
 
 
-def test_rounds_are_refused_by_name():
-    q = torch.randn(1, 100, 3, 64, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(longspan.Unsupported, match="halo_limit_bytes"):
-        RingDilatedAttention([100], [1], ring_size=2, halo_limit_bytes=64)(q, q, q)
+def test_rounds_agree_to_rounding():
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 250, 6, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    grad = torch.randn_like(inputs[0])
+
+    def run(**more):
+        own = [x.clone().requires_grad_() for x in inputs]
+        module = RingDilatedAttention(SEGMENTS, RATES, ring_size=4, **more)
+        out = module(*own, is_causal=True)
+        out.backward(grad)
+        return module, [out.detach(), *(x.grad for x in own)]
+
+    _, want = run()
+    limited, got = run(halo_limit_bytes=20_000)
+    assert limited.monitor.last_forward.rounds > 0 and limited.monitor.last_forward.halo_bytes <= 20_000
+    for mine, theirs in zip(got, want):  # one is computed in float32, the other in bfloat16
+        assert (mine - theirs).abs().max() <= 2**-6 * theirs.abs().max()
+
+
+def test_block_masks_over_ranks():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 256, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    config = {"pattern_type": "bigbird", "block_size": 16, "sparsity_ratio": 0.3}
+    one, ring = (BlockSparseRingDilatedAttention([256], [1], config, ring_size=size) for size in (1, 3))
+    torch.testing.assert_close(ring(q, k, v, is_causal=True), one(q, k, v, is_causal=True), rtol=2**-6, atol=2**-7)
+    assert ring.monitor.bytes_received > 0
+
+
+class Copies(longspan.Communicator):
+    """Two ranks of this process that hand each other GPU memory."""
+
+    takes_gpu = True
+
+    def __init__(self, rank, board):
+        self.rank, self.size, self.board, self.count = rank, 2, board, 0
+
+    def begin(self, sends, receives):
+        for memory in (*sends, *receives):
+            assert not isinstance(memory[1], memoryview), "rows went by way of the host"
+        self.receives = receives
+        with self.board:
+            for peer, memory in sends:
+                self.board.messages[self.count, self.rank, peer] = torch.as_tensor(memory, device="cuda").clone()
+            torch.cuda.current_stream().synchronize()
+            self.board.notify_all()
+
+    def wait(self, seconds):
+        with self.board:
+            for peer, memory in self.receives:
+                key = (self.count, peer, self.rank)
+                assert self.board.wait_for(lambda: key in self.board.messages, seconds), f"rank {peer} sent nothing"
+                torch.as_tensor(memory, device="cuda").copy_(self.board.messages.pop(key))
+        torch.cuda.current_stream().synchronize()
+        self.count += 1
+
+    def abort(self):
+        pass
+
+
+def test_transports_in_python_may_move_gpu_memory():
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 250, 6, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    grad = torch.randn_like(inputs[0])
+    board = threading.Condition()
+    board.messages = {}
+
+    def run(ranks):
+        module = RingDilatedAttention(SEGMENTS, RATES, ring_size=2)
+        module._local = ranks
+        own = [x.clone().requires_grad_() for x in inputs]
+        out = module(*own)
+        out.backward(grad)
+        return [out.detach(), *(x.grad for x in own)]
+
+    out, *grads = run([Copies(rank, board) for rank in range(2)])
+    want, *want_grads = run([])
+    assert torch.equal(out, want)
+    for mine, theirs in zip(grads, want_grads):
+        torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
+def test_nccl_under_torchrun():
+    worker = Path(__file__).with_name("ring_worker.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(worker), "nccl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

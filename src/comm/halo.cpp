@@ -118,9 +118,7 @@ Messages make_returns(const ExchangePlan& exchange, const MessagePlace& place, c
   for (const ExchangePeer& peer : exchange.peers()) {
     if (peer.receive_pairs > 0) {
       messages.sends.emplace_back(peer.rank, bytes(peer.receive_pairs), place);
-      clear(TensorView::bnhd(messages.sends.back().payload(), sums, 1, 2 * peer.receive_pairs * k.batch(), 1,
-                             k.columns(), place.device),
-            place.stream);
+      clear(message_rows(messages.sends.back().payload(), peer.receive_pairs, k, sums), place.stream);
     }
     if (peer.send_pairs > 0) messages.receives.emplace_back(peer.rank, bytes(peer.send_pairs), place);
   }

@@ -83,11 +83,6 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
           "adaptive block masks over a ring: they are chosen from the whole sequence, which no rank has; give the mask "
           "itself");
     }
-    if (branch.mask && whole.device.type == DeviceType::cuda) {
-      throw Unsupported(fmt::format("block masks over a ring of tensors on {}: those rings run on the CPU; move the "
-                                    "tensors there, or give the whole sequence to one GPU",
-                                    to_string(whole.device)));
-    }
   }
   for (const Branch& branch : attention.pattern().branches()) {
     if (whole.has_lengths && branch.mask && branch.mask->depends_on_length(attention.options().causal)) {
@@ -113,12 +108,6 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
     if (!made->in_rounds[1]) made->all.clear();
   } else {
     made->exchange = of_rank(rank);
-  }
-  if (whole.device.type == DeviceType::cuda && made->in_rounds[1]) {
-    throw Unsupported(
-        fmt::format("halo_limit_bytes is {} on {}: rounds, which it asks for, run on the CPU; raise it or "
-                    "give 0",
-                    options.halo_limit_bytes, to_string(whole.device)));
   }
   if (plans.size() == kPlansKept) plans.erase(plans.begin());
   plans.push_back(made);

@@ -111,13 +111,14 @@ std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int 
   return steps;
 }
 
-/// The caller's call, narrowed to keys at some positions.
+/// The caller's call, narrowed to keys at some positions: by a mask, but on GPUs, whose kernels leave out keys that no
+/// piece has.
 class RoundCalls {
  public:
-  RoundCalls(const Call& call, std::span<const RowRange> queries, std::int64_t tokens, std::int64_t batch)
+  RoundCalls(const Call& call, std::span<const RowRange> queries, std::int64_t tokens, std::int64_t batch, bool masks)
       : call_(call),
         queries_(queries),
-        entries_(call.key_mask.given() ? batch : 1),
+        entries_(!masks ? 0 : call.key_mask.given() ? batch : 1),
         batch_(batch),
         tokens_(tokens),
         memory_(static_cast<std::size_t>(entries_ * tokens)) {
@@ -137,6 +138,7 @@ class RoundCalls {
     }
     call.query_ranges = queries_.empty() ? std::span(&kNone, 1) : queries_;
     call.pieces = pieces;
+    if (entries_ == 0) return call;
     set(open_, false);
     open_.assign(positions.begin(), positions.end());
     set(open_, true);
@@ -165,10 +167,10 @@ class RoundCalls {
 /// A tensor in the type that rounds compute with: itself, or a wider copy.
 class Widened {
  public:
-  explicit Widened(const ConstTensorView& source) : view_(source) {
+  Widened(const ConstTensorView& source, void* stream) : view_(source) {
     if (source.dtype == sum_dtype(source.dtype)) return;
-    copy_.emplace(source, sum_dtype(source.dtype));
-    convert(copy_->view(), source);
+    copy_.emplace(source, sum_dtype(source.dtype), stream);
+    convert(copy_->view(), source, stream);
     view_ = copy_->view();
   }
   const ConstTensorView& view() const { return view_; }
@@ -181,25 +183,16 @@ class Widened {
 /// Received rows in that type, with memory for their gradients if asked for.
 struct RoundPieces {
   std::vector<KeyPiece> pieces;
-  std::optional<HostLease> wide;
-  std::size_t wide_bytes = 0;
-  std::int64_t copy_bytes() const { return static_cast<std::int64_t>(wide_bytes); }
+  std::optional<Widened> rows;
+  std::int64_t copy_bytes = 0;
 
   RoundPieces(const Part& part, const MessageBuffer& message, std::byte* gradients, const ConstTensorView& k) {
     const DType sums = sum_dtype(k.dtype);
-    std::vector<KeyPiece> received;
-    add_pieces(received, part.runs, message.payload(), nullptr, k.batch(), k.columns(), k.dtype, sums);
-    if (k.dtype == sums) {
-      add_pieces(pieces, part.runs, message.payload(), gradients, k.batch(), k.columns(), sums, sums);
-      return;
-    }
-    wide_bytes = static_cast<std::size_t>(2 * pairs_of(part.runs) * k.batch() * k.columns() * size_of(sums));
-    wide.emplace(wide_bytes);
-    add_pieces(pieces, part.runs, wide->data(), gradients, k.batch(), k.columns(), sums, sums);
-    for (std::size_t i = 0; i < pieces.size(); ++i) {
-      convert(run_view(wide->data(), part.runs[i], false, k.batch(), k.columns(), sums, {}), received[i].k);
-      convert(run_view(wide->data(), part.runs[i], true, k.batch(), k.columns(), sums, {}), received[i].v);
-    }
+    rows.emplace(message_rows(message.payload(), pairs_of(part.runs), k, k.dtype), message.place().stream);
+    const ConstTensorView& wide = rows->view();
+    if (k.dtype != sums) copy_bytes = wide.rows() * wide.columns() * size_of(sums);
+    auto* const data = static_cast<std::byte*>(const_cast<void*>(wide.data));
+    add_pieces(pieces, part.runs, data, gradients, k.batch(), k.columns(), sums, sums, k.device);
   }
 };
 
@@ -225,13 +218,14 @@ void mix_row(Real& total, Real* values, Real more, const Real* more_values, std:
   total = sum;
 }
 
-/// (out, lse) becomes the mix of itself and a further part.
-void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out,
-         const ConstTensorView& more_lse) {
+/// (out, lse) becomes the mix of itself and a further part; no more_out: of zeros.
+void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out, const ConstTensorView& more_lse,
+         void* stream) {
+  if (out.device.type == DeviceType::cuda) return gpu::mix(out, lse, more_out, more_lse, stream);
   with_sums(out.dtype, [&]<class Real>() {
     sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
       mix_row(*lse.at<Real>(entry, row, head), out.at<Real>(entry, row, head), *more_lse.at<Real>(entry, row, head),
-              more_out.at<Real>(entry, row, head), out.columns());
+              more_out.given() ? more_out.at<Real>(entry, row, head) : nullptr, out.columns());
     });
   });
 }
@@ -239,24 +233,33 @@ void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& mo
 /// Zero keys of score 0 (pad_keys) join every row that has some.
 void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> ranges, const TensorView& out,
                  const TensorView& lse) {
-  with_sums(out.dtype, [&]<class Real>() {
-    sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+  const OnHost lengths(call.lengths, call.stream);
+  ConstTensorView shape = lse;
+  shape.device = {};
+  const PoolTensor padding(shape, lse.dtype);
+  with_sums(lse.dtype, [&]<class Real>() {
+    sweep(padding.view(), [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
       const std::int64_t position = PositionCursor(ranges, row).next();
-      const std::int64_t length = rows_of_entry(call.lengths, entry, plan.problem().tokens);
-      Real padding = 0;
+      const std::int64_t length = rows_of_entry(lengths.view(), entry, plan.problem().tokens);
+      Real keys = 0;
       for (const BranchPlan& branch : plan.branches()) {
         if (position >= length || !branch.owns(head) || !branch.active(length) || !branch.covers(head, position))
           continue;
-        padding += static_cast<Real>(
+        keys += static_cast<Real>(
             branch.padding(branch.strand(head, position / branch.segment, length), length, plan.options().causal));
       }
-      mix_row<Real>(*lse.at<Real>(entry, row, head), out.at<Real>(entry, row, head), std::log(padding), nullptr,
-                    out.columns());
+      *padding.view().at<Real>(entry, row, head) = std::log(keys);
     });
   });
+  if (lse.device.type == DeviceType::cpu) return mix(out, lse, {}, padding.view(), nullptr);
+  const PoolTensor there(lse, lse.dtype, call.stream);
+  gpu::copy(there.view().data, padding.view().data, padding.bytes(), lse.device.index, call.stream);
+  mix(out, lse, {}, there.view(), call.stream);
+  gpu::wait(lse.device.index, call.stream);  // until the host's copy has been read
 }
 
-void add(const TensorView& target, const ConstTensorView& source) {
+void add(const TensorView& target, const ConstTensorView& source, void* stream) {
+  if (target.device.type == DeviceType::cuda) return gpu::add(target, source, stream);
   with_sums(target.dtype, [&]<class Real>() {
     sweep(target, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
       Real* const to = target.at<Real>(entry, row, head);
@@ -362,20 +365,18 @@ Attention part_attention(const Attention& whole) {
 
 void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t,
                                  const Call& call) {
-  RingClock clock(report);
+  RingClock clock(report, rules.place);
+  void* const stream = rules.place.stream;
   const Attention part = part_attention(attention);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring forward"); });
   const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes, Pass::forward);
   const DType sums = sum_dtype(t.q.dtype);
-  const Widened q(t.q), k(t.k), v(t.v);
-  const PoolTensor out(t.q, sums), more_out(t.q, sums);
-  const HostLease lse_memory(static_cast<std::size_t>(2 * t.q.batch() * t.q.heads() * t.q.rows() * size_of(sums)));
-  const auto lse_at = [&](std::int64_t index) {
-    return TensorView::lse(lse_memory.data() + index * t.q.batch() * t.q.heads() * t.q.rows() * size_of(sums),
-                           t.q.batch(), t.q.rows(), t.q.heads(), {}, sums);
-  };
-  const TensorView lse = lse_at(0), more_lse = lse_at(1);
-  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch());
+  const Widened q(t.q, stream), k(t.k, stream), v(t.v, stream);
+  ConstTensorView row_sums = t.q;
+  row_sums.sizes[3] = 1;
+  const PoolTensor out(t.q, sums, stream), more_out(t.q, sums, stream), lse(row_sums, sums, stream),
+      more_lse(row_sums, sums, stream);
+  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.place.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           const TensorView& to_lse, MessageStep* travelling) {
     part.forward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to, to_lse,
@@ -384,34 +385,35 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   const auto local = [&](MessageStep* travelling) {
     std::vector<KeyPiece> pieces;
     add_own_pieces(pieces, ranges(), k.view(), v.view());
-    attend(pieces, ranges(), out.view(), lse, travelling);
+    attend(pieces, ranges(), out.view(), lse.view(), travelling);
   };
   Rounds rounds(*communicator, rules, report, clock, plan, "ring forward");
   const auto compute = [&](const RoundStep& step, const MessageBuffer* message, MessageStep* travelling) {
     if (!message || step.receive->runs.empty()) return;
     const RoundPieces received(*step.receive, *message, nullptr, t.k);
-    rounds.held({message, 1}, received.copy_bytes());
-    attend(received.pieces, step.receive->positions, more_out.view(), more_lse, travelling);
-    mix(out.view(), lse, more_out.view(), more_lse);
+    rounds.held({message, 1}, received.copy_bytes);
+    attend(received.pieces, step.receive->positions, more_out.view(), more_lse.view(), travelling);
+    mix(out.view(), lse.view(), more_out.view(), more_lse.view(), stream);
   };
   rounds.run(steps, ranges(), t.k, t.v, local, compute, nullptr);
-  if (attention.pattern().pad_keys()) mix_padding(*plan.plan, call, ranges(), out.view(), lse);
-  convert(t.out, out.view());
-  if (t.lse.given()) convert(t.lse, lse);
+  if (attention.pattern().pad_keys()) mix_padding(*plan.plan, call, ranges(), out.view(), lse.view());
+  convert(t.out, out.view(), stream);
+  if (t.lse.given()) convert(t.lse, lse.view(), stream);
 }
 
 void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t,
                                   const Call& call) {
-  RingClock clock(report);
+  RingClock clock(report, rules.place);
+  void* const stream = rules.place.stream;
   const Attention part = part_attention(attention);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring backward"); });
   const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes, Pass::backward);
   const DType sums = sum_dtype(t.q.dtype);
-  const Widened q(t.q), k(t.k), v(t.v), out(t.out), dout(t.dout);
-  const PoolTensor dq(t.q, sums), more_dq(t.q, sums), dk(t.k, sums), dv(t.v, sums);
-  clear(dk.view());
-  clear(dv.view());
-  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch());
+  const Widened q(t.q, stream), k(t.k, stream), v(t.v, stream), out(t.out, stream), dout(t.dout, stream);
+  const PoolTensor dq(t.q, sums, stream), more_dq(t.q, sums, stream), dk(t.k, sums, stream), dv(t.v, sums, stream);
+  clear(dk.view(), stream);
+  clear(dv.view(), stream);
+  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.place.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           MessageStep* travelling) {
     part.backward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), out.view(),
@@ -432,11 +434,11 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
     if (!message) return;
     home.sends.emplace_back(step.receive->peer, gradient_bytes(*step.receive), rules.place);
     if (step.receive->runs.empty()) return;
-    std::memset(home.sends[0].payload(), 0, home.sends[0].bytes());
+    clear(message_rows(home.sends[0].payload(), pairs_of(step.receive->runs), t.k, sums), stream);
     const RoundPieces received(*step.receive, *message, home.sends[0].payload(), t.k);
-    rounds.held({message, 1}, received.copy_bytes() + total_bytes(home.sends));
+    rounds.held({message, 1}, received.copy_bytes + total_bytes(home.sends));
     attend(received.pieces, step.receive->positions, more_dq.view(), travelling);
-    add(dq.view(), more_dq.view());
+    add(dq.view(), more_dq.view(), stream);
   };
   const auto send_back = [&](const RoundStep& step, std::size_t index) {
     if (step.send) home.receives.emplace_back(step.send->peer, gradient_bytes(*step.send), rules.place);
@@ -449,9 +451,9 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
     if (step.send) add_gradients(home.receives[0], step.send->runs, ranges(), dk.view(), dv.view());
   };
   rounds.run(steps, ranges(), t.k, t.v, local, compute, send_back);
-  convert(t.dq, dq.view());
-  convert(t.dk, dk.view());
-  convert(t.dv, dv.view());
+  convert(t.dq, dq.view(), stream);
+  convert(t.dk, dk.view(), stream);
+  convert(t.dv, dv.view(), stream);
 }
 
 }  // namespace longspan

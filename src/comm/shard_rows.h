@@ -53,6 +53,11 @@ inline TensorView run_view(std::byte* payload, const ExchangeRun& run, bool valu
   return TensorView::bnhd(data, dtype, batch, run.count, run.kv_heads, columns, device);
 }
 
+/// All rows of a message of `pairs` pairs, one behind the other.
+inline TensorView message_rows(std::byte* payload, std::int64_t pairs, const ConstTensorView& k, DType dtype) {
+  return TensorView::bnhd(payload, dtype, 1, 2 * pairs * k.batch(), 1, k.columns(), k.device);
+}
+
 inline constexpr std::int64_t kRowsAtOnce = 64;  // of a thread: enough that sharing out rows costs nothing
 
 /// Calls body(entry, first row, last row) for blocks of all rows of a tensor, in parallel.
@@ -198,16 +203,17 @@ inline void clear(const TensorView& view, void* stream = nullptr) {
 class PoolTensor {
  public:
   PoolTensor(const ConstTensorView& like, DType dtype, void* stream = nullptr)
-      : host_(like.device.type == DeviceType::cpu ? bytes(like, dtype) : 0),
-        device_(like.device.index, stream, like.device.type == DeviceType::cuda ? bytes(like, dtype) : 0),
+      : bytes_(
+            static_cast<std::size_t>(like.batch() * like.rows() * like.heads() * like.columns() * size_of(dtype))),
+        host_(like.device.type == DeviceType::cpu ? bytes_ : 0),
+        device_(like.device.index, stream, like.device.type == DeviceType::cuda ? bytes_ : 0),
         view_(TensorView::bnhd(device_.data() ? device_.data() : host_.data(), dtype, like.batch(), like.rows(),
                                like.heads(), like.columns(), like.device)) {}
   const TensorView& view() const { return view_; }
+  std::size_t bytes() const { return bytes_; }
 
  private:
-  static std::size_t bytes(const ConstTensorView& like, DType dtype) {
-    return static_cast<std::size_t>(like.batch() * like.rows() * like.heads() * like.columns() * size_of(dtype));
-  }
+  std::size_t bytes_;
   HostLease host_;
   DeviceLease device_;
   TensorView view_;

@@ -50,16 +50,13 @@ inline Results run_on_gpu(const Case& c, const std::string& kernel, bool in_a_pi
   return device.download();
 }
 
-/// Kernels that take a case's keys, and their gradients, in pieces; fastest first. Rings on GPUs have no block masks.
+/// Kernels that take a case's keys, and their gradients, in pieces; fastest first.
 inline std::vector<std::string> kernels_for_pieces(const Case& c) {
   std::vector<std::string> names;
   Problem problem = Attention::problem(c.q.view(), c.k.view(), c.call());
   problem.device = kGpu;
   problem.has_pieces = problem.has_piece_gradients = true;
   const Plan plan(c.pattern, c.options, problem);
-  for (const BranchPlan& branch : plan.branches()) {
-    if (branch.mask) return names;
-  }
   for (const Kernel* kernel : cuda::kernels()) {
     if (kernel->can_run(plan, Pass::forward).ok && kernel->can_run(plan, Pass::backward).ok)
       names.emplace_back(kernel->name);

@@ -50,9 +50,8 @@ void expect_right(const Outcome& outcome, std::size_t rank) {
 TEST(Fault, LostMessagesRaiseBeforeTheDeadlineIsLongOver) {
   for (const int exchange : {0, 1, 2}) {
     const Outcome outcome = run_with({{Kind::lose, 1, 2, exchange}}, 3, std::chrono::milliseconds(1000));
-    // A rank that lost its last message may be gone by the time it is missed.
-    EXPECT_NE(outcome.errors[2].find(exchange < 2 ? "rank 1 sent nothing" : "rank 1 "), std::string::npos)
-        << outcome.errors[2];
+    // Rank 1, which misses the answer, may have started earlier and so give up first, or be done by then.
+    EXPECT_NE(outcome.errors[2].find(": rank 1 "), std::string::npos) << outcome.errors[2];
     EXPECT_NE(outcome.errors[2].find("step "), std::string::npos);
     EXPECT_LT(outcome.seconds, 10);
   }

@@ -114,4 +114,28 @@ inline void expect_planned_bytes(const RankResults& got, const Case& c, const Sh
             exchange.send_pairs() * exchange.gradient_bytes_per_pair() + again * exchange.bytes_received());
 }
 
+/// A case under a limit of remote rows at a time: results to rounding, memory within the limit, bytes as planned.
+template <class Place = HostPlace>
+void expect_rounds(const RingCase& one, const Results& want, int ranks, std::int64_t limit,
+                   const std::string& kernel = {}) {
+  const Case& c = one.problem;
+  const Shards shards = uneven(c.shape.tokens, ranks);
+  RingRun run;
+  run.options.halo_limit_bytes = static_cast<std::size_t>(limit);
+  run.kernel = kernel;
+  const auto got = run_local<Place>(c, shards, run);
+  for (int rank = 0; rank < ranks; ++rank) {
+    const RankResults& r = got[static_cast<std::size_t>(rank)];
+    expect_same(r, want, shards.ranges(rank), ring_tolerance(c.dtype), r.forward.rounds == 0, true,
+                fmt::format("{} {} in rounds, rank {} of {}", kernel, one.name, rank, ranks));
+    EXPECT_LE(r.forward.halo_bytes, limit);
+    EXPECT_LE(r.backward.halo_bytes, limit);
+    const ExchangePlan exchange(Plan(c.pattern, c.options, Attention::problem(c.q.view(), c.k.view(), c.call())),
+                                shards, rank);
+    EXPECT_EQ(r.forward.bytes_received, exchange.bytes_received()) << one.name;
+    EXPECT_EQ(r.forward.bytes_sent, exchange.bytes_sent());
+  }
+  EXPECT_GT(got[0].forward.rounds, one.name.starts_with("dense") ? 2 : -1) << one.name;
+}
+
 }  // namespace longspan::testing

@@ -98,25 +98,8 @@ TEST(LocalRing, RoundsAgreeToRoundingAndStayWithinTheLimit) {
       const Case& c = one.problem;
       if (c.options.detached_mix) continue;
       const Results want = c.run();
-      for (const int ranks : dtype == DType::f64 ? std::vector{3} : std::vector{2, 4}) {
-        const Shards shards = uneven(c.shape.tokens, ranks);
-        RingRun run;
-        const std::int64_t limit = dtype == DType::f64 ? 60000 : 12000;  // the reference is slow: fewer rounds
-        run.options.halo_limit_bytes = static_cast<std::size_t>(limit);
-        const auto got = run_local(c, shards, run);
-        for (int rank = 0; rank < ranks; ++rank) {
-          const RankResults& r = got[static_cast<std::size_t>(rank)];
-          expect_same(r, want, shards.ranges(rank), ring_tolerance(dtype), r.forward.rounds == 0, true,
-                      fmt::format("{} in rounds, rank {} of {}", one.name, rank, ranks));
-          EXPECT_LE(r.forward.halo_bytes, limit);
-          EXPECT_LE(r.backward.halo_bytes, limit);
-          const ExchangePlan exchange(Plan(c.pattern, c.options, Attention::problem(c.q.view(), c.k.view(), c.call())),
-                                      shards, rank);
-          EXPECT_EQ(r.forward.bytes_received, exchange.bytes_received()) << one.name;
-          EXPECT_EQ(r.forward.bytes_sent, exchange.bytes_sent());
-        }
-        EXPECT_GT(got[0].forward.rounds, one.name.starts_with("dense") ? 2 : -1) << one.name;
-      }
+      for (const int ranks : dtype == DType::f64 ? std::vector{3} : std::vector{2, 4})
+        expect_rounds(one, want, ranks, dtype == DType::f64 ? 60000 : 12000);  // the reference is slow: fewer rounds
     }
   }
   Options detached;

@@ -1,7 +1,9 @@
-"""A torch process group as the transport of a ring: gloo for CPU tensors, NCCL through the current GPU."""
+"""A torch process group as the transport of a ring: gloo for host memory, NCCL for that of GPUs."""
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,66 +23,92 @@ def group_or_default(group: Any) -> Any:
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Messages by batch_isend_irecv on the caller's group. Host memory, which rows on a GPU are copied to, goes as it is
-    (gloo) or by way of the current GPU (NCCL, where the host cannot enforce a deadline: torch's own timeout of the group applies)."""
+    """Messages by batch_isend_irecv on the caller's group. gloo moves host memory, which rows on a GPU are copied to. NCCL
+    moves GPU memory, beside the stream that computes; rows of CPU tensors go by way of the current GPU there. A deadline
+    ends the wait, but torch has no way to take messages back: a group that failed is of no more use."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._by_gpu = dist.get_backend(group) == "nccl"
-        self._works: list[tuple[int, str, Any]] = []
+        self.takes_gpu = dist.get_backend(group) == "nccl"
+        self._stream: torch.cuda.Stream | None = None
+        self._works: list[tuple[str, str, Any]] = []
         self._arrivals: list[tuple[Tensor, Tensor]] = []
 
-    def begin(self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]) -> None:
+    def begin(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> None:
+        if not self.takes_gpu:
+            return self._begin(sends, receives)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            self._begin(sends, receives)
+
+    def _begin(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> None:
         operations, meanings = [], []
         self._works, self._arrivals = [], []
         for peer, memory in receives:
-            tensor = torch.frombuffer(memory, dtype=torch.uint8)
-            if self._by_gpu:
-                on_gpu = torch.empty(len(memory), dtype=torch.uint8, device="cuda")
+            tensor = self._tensor(memory)
+            if self.takes_gpu and not tensor.is_cuda:
+                on_gpu = torch.empty_like(tensor, device="cuda")
                 self._arrivals.append((tensor, on_gpu))
                 tensor = on_gpu
             operations.append(self._operation(dist.irecv, tensor, peer))
-            meanings.append((peer, "sent"))
+            meanings.append((f"rank {peer}", "sent"))
         for peer, memory in sends:
-            # The memory is only read, which torch cannot know of a buffer.
-            tensor = _read_only(memory)
-            operations.append(self._operation(dist.isend, tensor.cuda() if self._by_gpu else tensor, peer))
-            meanings.append((peer, "took"))
+            tensor = self._tensor(memory)
+            operations.append(self._operation(dist.isend, tensor.cuda() if self.takes_gpu else tensor, peer))
+            meanings.append((f"rank {peer}", "took"))
         if operations:
             works = dist.batch_isend_irecv(operations)
             # NCCL answers with one work for all.
             if len(works) != len(meanings):
-                meanings = [(meanings[0][0], "exchanged")] * len(works)
+                peers = sorted({peer for peer, _ in meanings})
+                meanings = [(" or ".join(peers), "exchanged")] * len(works)
             self._works = [(peer, did, work) for (peer, did), work in zip(meanings, works)]
+
+    @staticmethod
+    def _tensor(memory: Any) -> Tensor:
+        return _of_host_memory(memory) if isinstance(memory, memoryview) else torch.as_tensor(memory, device="cuda")
 
     def _operation(self, kind: Any, tensor: Tensor, peer: int) -> Any:
         return dist.P2POp(kind, tensor, dist.get_global_rank(self.group, peer), self.group)
 
     def wait(self, seconds: float) -> None:
-        deadline = timedelta(seconds=max(seconds, 0.001))
+        seconds = max(seconds, 0.001)
         for peer, did, work in self._works:
             try:
-                done = work.wait() if self._by_gpu else work.wait(deadline)
+                done = self._wait_on_gpu(work, seconds) if self.takes_gpu else work.wait(timedelta(seconds=seconds))
             except RuntimeError as error:
                 late = "imed out" in str(error) or "imeout" in str(error)
                 reason = "before the deadline" if late else f"({str(error).splitlines()[0]})"
-                raise RuntimeError(f"rank {peer} {did} nothing {reason}") from None
+                raise RuntimeError(f"{peer} {did} nothing {reason}") from None
             if done is False:
-                raise RuntimeError(f"rank {peer} {did} nothing before the deadline")
+                raise RuntimeError(f"{peer} {did} nothing before the deadline")
         for host, on_gpu in self._arrivals:
             host.copy_(on_gpu)
         self._works, self._arrivals = [], []
 
+    def _wait_on_gpu(self, work: Any, seconds: float) -> bool:
+        """work.wait() only makes a stream wait: the host asks that stream until the deadline."""
+        deadline = time.monotonic() + seconds
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            done = torch.cuda.Event()
+            done.record()
+        while not done.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(20e-6)
+        return True
+
     def abort(self) -> None:
-        # Torch has no way to take messages back; the memory they point to is kept by the ring.
+        # The memory that messages point to is kept by the ring.
         self._works, self._arrivals = [], []
 
 
-def _read_only(memory: memoryview) -> Tensor:
-    import warnings
-
+def _of_host_memory(memory: memoryview) -> Tensor:
+    # What is sent is only read, which torch cannot know of a buffer.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -107,12 +107,13 @@ void with_runs(std::span<const ExchangeRun> runs, std::span<const RowRange> rang
               doing);
 }
 
-void convert_from(const TensorView& target, const Places& source, void* stream) {
-  if (target.batch() * target.rows() * target.heads() * target.columns() == 0) return;
+/// Calls start(rows to work on, stream) where a tensor has elements.
+template <class Start>
+void over_rows(const TensorView& target, void* stream, const char* doing, Start&& start) {
+  const RowCounts counts{target.batch(), target.rows(), target.heads(), static_cast<int>(target.columns())};
+  if (counts.rows_of_all() * counts.columns == 0) return;
   const cuda::DeviceGuard guard(target.device.index);
-  cuda::check(start_convert(target.dtype, places(target), source, target.batch(), target.rows(), target.heads(),
-                            static_cast<int>(target.columns()), static_cast<cudaStream_t>(stream)),
-              "converting gradients of a ring");
+  cuda::check(start(counts, static_cast<cudaStream_t>(stream)), doing);
 }
 
 }  // namespace
@@ -190,10 +191,30 @@ void add_gradients(const std::byte* payload, std::span<const ExchangeRun> runs, 
 }
 
 void convert(const TensorView& target, const ConstTensorView& source, void* stream) {
-  convert_from(target, places(source), stream);
+  over_rows(target, stream, "converting rows of a ring", [&](const RowCounts& counts, cudaStream_t queue) {
+    return start_convert(target.dtype, places(target), source.dtype, places(source), counts, queue);
+  });
 }
 
-void clear(const TensorView& target, void* stream) { convert_from(target, {}, stream); }
+void clear(const TensorView& target, void* stream) {
+  over_rows(target, stream, "clearing rows of a ring", [&](const RowCounts& counts, cudaStream_t queue) {
+    return start_convert(target.dtype, places(target), DType::f32, {}, counts, queue);
+  });
+}
+
+void add(const TensorView& target, const ConstTensorView& source, void* stream) {
+  over_rows(target, stream, "adding rows of a ring", [&](const RowCounts& counts, cudaStream_t queue) {
+    return start_sum(places(target), places(source), counts, queue);
+  });
+}
+
+void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out, const ConstTensorView& more_lse,
+         void* stream) {
+  over_rows(out, stream, "mixing rows of a ring", [&](const RowCounts& counts, cudaStream_t queue) {
+    return start_mix(places(out), places(lse), more_out.given() ? places(more_out) : Places{}, places(more_lse), counts,
+                     queue);
+  });
+}
 
 void add_checksum(std::uint64_t* sum, const std::byte* data, std::size_t bytes, bool take_away, int device,
                   void* stream) {

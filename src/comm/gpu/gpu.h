@@ -50,13 +50,18 @@ void wait(int device, void* stream);
 /// Whether the stream still has work.
 bool busy(int device, void* stream);
 
-/// As their namesakes in shard_rows.h, in the order of a stream.
+/// As their namesakes in shard_rows.h, in the order of a stream. convert: from or to float32.
 void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
           const ConstTensorView& k, const ConstTensorView& v, void* stream);
 void add_gradients(const std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
                    const TensorView& dk, const TensorView& dv, void* stream);
 void convert(const TensorView& target, const ConstTensorView& source, void* stream);
 void clear(const TensorView& target, void* stream);
+/// target += source, float32.
+void add(const TensorView& target, const ConstTensorView& source, void* stream);
+/// (out, lse) becomes the mix of itself and a further part, float32; no more_out: of zeros.
+void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out, const ConstTensorView& more_lse,
+         void* stream);
 
 /// Adds a sum of bytes in which any single change shows to *sum, which is on the device, or takes it away from there.
 void add_checksum(std::uint64_t* sum, const std::byte* data, std::size_t bytes, bool take_away, int device,

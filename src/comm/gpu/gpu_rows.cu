@@ -74,16 +74,62 @@ __device__ __forceinline__ void store(float* target, float value) { *target = va
 __device__ __forceinline__ void store(__half* target, float value) { *target = __float2half(value); }
 __device__ __forceinline__ void store(__nv_bfloat16* target, float value) { *target = __float2bfloat16(value); }
 
+__device__ __forceinline__ float load(const float* source) { return *source; }
+__device__ __forceinline__ float load(const __half* source) { return __half2float(*source); }
+__device__ __forceinline__ float load(const __nv_bfloat16* source) { return __bfloat162float(*source); }
+
+/// An element of a tensor by its number.
+struct Element {
+  std::int64_t entry, row, head;
+  int column;
+  __device__ __forceinline__ Element(std::int64_t flat, std::int64_t rows, std::int64_t heads, int columns)
+      : entry(flat / columns / heads / rows),
+        row(flat / columns / heads % rows),
+        head(flat / columns % heads),
+        column(static_cast<int>(flat % columns)) {}
+  template <class T>
+  __device__ __forceinline__ T* in(const Places& where) const {
+    return reinterpret_cast<T*>(row_at(where, entry, row, head)) + column;
+  }
+};
+
 /// Zero where there is no source.
-template <class To>
+template <class To, class From>
 __global__ void __launch_bounds__(kThreads)
     convert_rows(Places to, Places from, std::int64_t rows, std::int64_t heads, std::int64_t elements, int columns) {
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (flat >= elements) return;
-  const std::int64_t column = flat % columns, head = flat / columns % heads, row = flat / columns / heads % rows,
-                     entry = flat / columns / heads / rows;
-  const float value = from.data ? reinterpret_cast<const float*>(row_at(from, entry, row, head))[column] : 0.0f;
-  store(reinterpret_cast<To*>(row_at(to, entry, row, head)) + column, value);
+  const Element at(flat, rows, heads, columns);
+  store(at.in<To>(to), from.data ? load(at.in<From>(from)) : 0.0f);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    sum_rows(Places to, Places from, std::int64_t rows, std::int64_t heads, std::int64_t elements, int columns) {
+  const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (flat >= elements) return;
+  const Element at(flat, rows, heads, columns);
+  *at.in<float>(to) += *at.in<float>(from);
+}
+
+/// A warp for each row. Two empty parts stay empty.
+__global__ void __launch_bounds__(kThreads)
+    mix_rows(Places out, Places lse, Places more_out, Places more_lse, std::int64_t rows, std::int64_t heads,
+             std::int64_t count, int columns) {
+  const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (flat >= count) return;
+  const Element at(flat, rows, heads, 1);
+  const float more = *at.in<float>(more_lse);
+  if (more == -INFINITY) return;
+  float* const total = at.in<float>(lse);
+  const float before = *total, largest = fmaxf(before, more);
+  const float sum = largest + logf(expf(before - largest) + expf(more - largest));
+  const float keep = expf(before - sum), add = expf(more - sum);
+  for (int i = threadIdx.x % kWarp; i < columns; i += kWarp) {
+    float* const value = at.in<float>(out) + i;
+    *value = keep * *value + (more_out.data ? add * at.in<float>(more_out)[i] : 0.0f);
+  }
+  __syncwarp();  // every lane has read the old total
+  if (threadIdx.x % kWarp == 0) *total = sum;
 }
 
 /// Each word is mixed with its place by a function that loses nothing, so that one changed word always shows.
@@ -124,15 +170,33 @@ cudaError_t start_add(const float* payload, const MessageRuns& runs, const Place
   return cudaGetLastError();
 }
 
-cudaError_t start_convert(DType dtype, const Places& to, const Places& from, std::int64_t batch, std::int64_t rows,
-                          std::int64_t heads, int columns, cudaStream_t stream) {
-  const std::int64_t elements = batch * rows * heads * columns;
-  const unsigned count = blocks(elements, kThreads);
-  if (dtype == DType::f32)
-    convert_rows<float><<<count, kThreads, 0, stream>>>(to, from, rows, heads, elements, columns);
-  else if (dtype == DType::bf16)
-    convert_rows<__nv_bfloat16><<<count, kThreads, 0, stream>>>(to, from, rows, heads, elements, columns);
-  else convert_rows<__half><<<count, kThreads, 0, stream>>>(to, from, rows, heads, elements, columns);
+cudaError_t start_convert(DType to_dtype, const Places& to, DType from_dtype, const Places& from,
+                          const RowCounts& counts, cudaStream_t stream) {
+  const std::int64_t elements = counts.rows_of_all() * counts.columns;
+  const auto run = [&](auto* kernel) {
+    kernel<<<blocks(elements, kThreads), kThreads, 0, stream>>>(to, from, counts.rows, counts.heads, elements,
+                                                                counts.columns);
+  };
+  if (from_dtype == DType::bf16) run(convert_rows<float, __nv_bfloat16>);
+  else if (from_dtype == DType::f16) run(convert_rows<float, __half>);
+  else if (to_dtype == DType::bf16) run(convert_rows<__nv_bfloat16, float>);
+  else if (to_dtype == DType::f16) run(convert_rows<__half, float>);
+  else run(convert_rows<float, float>);
+  return cudaGetLastError();
+}
+
+cudaError_t start_sum(const Places& to, const Places& from, const RowCounts& counts, cudaStream_t stream) {
+  const std::int64_t elements = counts.rows_of_all() * counts.columns;
+  sum_rows<<<blocks(elements, kThreads), kThreads, 0, stream>>>(to, from, counts.rows, counts.heads, elements,
+                                                                counts.columns);
+  return cudaGetLastError();
+}
+
+cudaError_t start_mix(const Places& out, const Places& lse, const Places& more_out, const Places& more_lse,
+                      const RowCounts& counts, cudaStream_t stream) {
+  const std::int64_t count = counts.rows_of_all();
+  mix_rows<<<blocks(count, kWarps), kThreads, 0, stream>>>(out, lse, more_out, more_lse, counts.rows, counts.heads,
+                                                           count, counts.columns);
   return cudaGetLastError();
 }
 

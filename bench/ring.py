@@ -3,8 +3,8 @@
 
     python bench/ring.py --longspan build/release/longspan [bytes] [memory] [mpi] [local] [gpu]      the first three without names
 
-Writes bench/results/ring_bytes.json, ring_memory.json, ring_mpi.json, ring_local.json, ring_local_short.json and
-ring_gpu.json (or the same names in --results). `local` wants 16 cores, `gpu` a GPU. Bytes are plain integers from `longspan plan`;
+Writes bench/results/ring_bytes.json, ring_memory.json, ring_mpi.json, ring_local_N.json (of N cores)
+and ring_gpu.json (or the same names in --results). `local` wants 16 cores, `gpu` a GPU. Bytes are plain integers from `longspan plan`;
 where `counted` is true they were also counted by `longspan ring` on the way and were equal on every rank.
 """
 
@@ -57,8 +57,9 @@ def machine() -> dict:
     return {"cpu": model[0].split(": ")[1] if model else platform.machine(), "cpus": os.cpu_count()}
 
 
-def write(name: str, content: dict) -> None:
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+def write(name: str, longspan: str, content: dict) -> None:
+    commit = run([longspan, "info", "--json"])["commit"]
+    (RESULTS / f"{name}.json").write_text(json.dumps({"commit": commit, **content}, indent=1) + "\n")
 
 
 def measure_bytes(longspan: str) -> None:
@@ -80,7 +81,7 @@ def measure_bytes(longspan: str) -> None:
             rows.append(row)
             print(f"{name:32} k={ranks:3} {row['largest_bytes_received']:>16,} {row['largest_all_gather_bytes']:>16,} "
                   f"{row['largest_naive_ring_bytes']:>18,}")  # fmt: skip
-    write("ring_bytes", {"what": "bytes that the rank with most receives in one forward, and sums over ranks; the all-gather cuts segments at shard ends", "results": rows})
+    write("ring_bytes", longspan, {"what": "bytes that the rank with most receives in one forward, and sums over ranks; the all-gather cuts segments at shard ends", "results": rows})
 
 
 def measure_memory(longspan: str) -> None:
@@ -90,7 +91,7 @@ def measure_memory(longspan: str) -> None:
     ranks = [{key: rank[key] for key in ("rank", "rows", "tensor_bytes", "halo_bytes", "bytes_received", "seconds")} for rank in result["per_rank"]]
     peak = max(rank["process_peak_bytes"] for rank in result["per_rank"])
     held = sum(rank["tensor_bytes"] + rank["halo_bytes"] for rank in ranks)
-    write("ring_memory", {"machine": machine(), "command": f"longspan ring --ranks 8 {' '.join(arguments)}", "per_rank": ranks,
+    write("ring_memory", longspan, {"machine": machine(), "command": f"longspan ring --ranks 8 {' '.join(arguments)}", "per_rank": ranks,
                           "process_peak_bytes": peak, "tensors_and_halos_bytes": held, "peak_per_rank_bytes": peak // 8})  # fmt: skip
     print(f"tensors and halos {held / 2**20:.0f} MiB, process peak {peak / 2**20:.0f} MiB")
 
@@ -99,7 +100,7 @@ def passes(rank: dict, key: str) -> float:
     return rank[key] + rank["backward"][key]
 
 
-def measure_against_one(longspan: str, name: str, ranks: int, arguments: list[str], command: list[str], pairs: int = 11) -> None:
+def measure_against_one(longspan: str, ranks: int, arguments: list[str], command: list[str], pairs: int) -> dict:
     """Pairs of one process with all cores and `ranks` ranks that share them, forward and backward, which goes first
     changing from pair to pair."""
     threads = len(os.sched_getaffinity(0))
@@ -127,29 +128,31 @@ def measure_against_one(longspan: str, name: str, ranks: int, arguments: list[st
     times = statistics.median(of_ring["seconds"] for of_ring in ring) / statistics.median(alone)
     waited = statistics.median(max(of_ring["waited_seconds"]) for of_ring in ring)
     overlapped = statistics.median(min(of_ring["overlapped_seconds"]) for of_ring in ring)
-    write(name, {"machine": {**machine(), "cpus_used": threads}, "command": f"longspan ring {' '.join(arguments)}", "ranks": ranks,
-                 "median_ratio_of_pairs": ratio, "ratio_of_medians": times,
-                 "median_largest_waited_seconds": waited, "median_smallest_overlapped_seconds": overlapped,
-                 "one_process_seconds": alone, "ring": ring})  # fmt: skip
     print(f"{ranks} ranks take {ratio:.3f} of one process's time (median of {pairs} pairs; {min(alone):.3f} s at best; "
           f"longest wait {waited:.3f} s, least overlap {overlapped:.3f} s)")  # fmt: skip
+    return {"command": f"longspan ring {' '.join(arguments)}", "ranks": ranks, "cpus_used": threads,
+            "median_ratio_of_pairs": ratio, "ratio_of_medians": times, "median_largest_waited_seconds": waited,
+            "median_smallest_overlapped_seconds": overlapped, "one_process_seconds": alone, "ring": ring}  # fmt: skip
 
 
 def measure_mpi(longspan: str) -> None:
     """Two ranks, each with half the cores. Head groups: the far branch's work is whole heads, and crosses the ranks."""
     arguments = ["--tokens", "32768", "--heads", "8", "--head-dim", "64", "--segments", "2048,8192,32768", "--dilations", "1,4,16", "--backward", "--repeat", "3"]
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
-    measure_against_one(longspan, "ring_mpi", 2, arguments, [*mpirun, longspan, "ring", "--json"])
+    found = measure_against_one(longspan, 2, arguments, [*mpirun, longspan, "ring", "--json"], 11)
+    write("ring_mpi", longspan, {"machine": machine(), **found})
 
 
 def measure_local(longspan: str) -> None:
-    """Eight ranks of one process: 16,384 rows each, and 2,048 each, where every fourth row of a head is another rank's."""
-    for name, arguments in (
-        ("ring_local", ["--tokens", "131072", "--heads", "4", "--segments", "2048,32768,131072", "--dilations", "1,16,64"]),
-        ("ring_local_short", ["--tokens", "16384", "--heads", "16", "--segments", "2048,8192,16384", "--dilations", "1,4,8"]),
+    """Eight ranks of one process: 16,384 rows each, and 2,048 each, where up to a third of a head's rows are others'."""
+    results = []
+    for arguments in (
+        ["--tokens", "131072", "--heads", "4", "--segments", "2048,32768,131072", "--dilations", "1,16,64"],
+        ["--tokens", "16384", "--heads", "16", "--segments", "2048,8192,16384", "--dilations", "1,4,8"],
     ):
         arguments += ["--head-dim", "64", "--backward", "--repeat", "3"]
-        measure_against_one(longspan, name, 8, arguments, [longspan, "ring", "--json", "--ranks", "8"], pairs=5)
+        results.append(measure_against_one(longspan, 8, arguments, [longspan, "ring", "--json", "--ranks", "8"], 5))
+    write(f"ring_local_{os.cpu_count()}", longspan, {"machine": machine(), "results": results})
 
 
 def measure_gpu(longspan: str) -> None:
@@ -169,7 +172,7 @@ def measure_gpu(longspan: str) -> None:
         })  # fmt: skip
         print(f"{ranks} ranks, {rows[-1]['kernel']}: forward {rows[-1]['forward_seconds'] * 1e3:.2f} ms, "
               f"backward {rows[-1]['backward_seconds'] * 1e3:.2f} ms")  # fmt: skip
-    write("ring_gpu", {"gpu": gpu_name(longspan), "command": f"longspan ring {' '.join(arguments)}", "results": rows})
+    write("ring_gpu", longspan, {"gpu": gpu_name(longspan), "command": f"longspan ring {' '.join(arguments)}", "results": rows})
 
 
 def gpu_name(longspan: str) -> str:

@@ -15,6 +15,7 @@
 #   lm         python -m longspan.bench lm: a training step, compiled too
 #   peers      bench/gpu_vs_torch.py, the kernels chosen and the portable ones alone
 #   blocks     bench/gpu_vs_torch.py --block-sparse
+#   ring       rings on the GPU compared with one GPU; bench/ring.py local and gpu, which write RESULTS/ring_*.json
 # The first four run side by side, several processes each; what measures runs alone. Logs go to RESULTS/logs, and
 # bench/gpu_report.py makes RESULTS/h200_*.json of them.
 set -uo pipefail
@@ -24,7 +25,7 @@ programs=$(cd "${1:?folder with the built programs}" && pwd)
 mkdir -p "${2:?folder for results}/logs"
 results=$(cd "$2" && pwd)
 shift 2
-steps=${*:-tests python check sanitizer bench backward profile modules lm peers blocks}
+steps=${*:-tests python check sanitizer bench backward profile modules lm peers blocks ring}
 logs=$results/logs
 failed=$logs/failed
 : >"$failed"
@@ -135,6 +136,18 @@ step_peers() {
 step_blocks() {
   wait
   run peers_blocks 200 python3 "$repository/bench/gpu_vs_torch.py" --block-sparse --json "$results/h200_block_sparse.json"
+}
+step_ring() {
+  local dtype ring=("$programs/longspan" ring --device cuda --verify --json) far=(--segments "2048,32768,131072" --dilations "1,16,64")
+  for dtype in bf16 f16 f32; do
+    run "ring_verify.$dtype" 60 "${ring[@]}" --ranks 3 --dtype $dtype --backward &
+  done
+  run ring_verify.4 60 "${ring[@]}" --ranks 4 --tokens 131072 "${far[@]}" &
+  run ring_verify.3 60 "${ring[@]}" --ranks 3 --tokens 100003 "${far[@]}" &
+  run ring_verify.rounds 60 "${ring[@]}" --ranks 3 --tokens 20000 --segments 2048,20000 --dilations 1,4 --halo-limit 1M --backward &
+  wait
+  run ring_local 120 python3 "$repository/bench/ring.py" --longspan "$programs/longspan" --results "$results" local
+  run ring_gpu 60 python3 "$repository/bench/ring.py" --longspan "$programs/longspan" --results "$results" gpu
 }
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$logs/gpu"

@@ -122,7 +122,7 @@ class RoundCalls {
         batch_(batch),
         tokens_(tokens),
         memory_(static_cast<std::size_t>(entries_ * tokens)) {
-    std::memset(memory_.data(), 0, static_cast<std::size_t>(entries_ * tokens_));
+    if (entries_ > 0) std::memset(memory_.data(), 0, static_cast<std::size_t>(entries_ * tokens_));
   }
 
   /// Valid until the next one is asked for. Messages of `travelling`, if there are any, move meanwhile.

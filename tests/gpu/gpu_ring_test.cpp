@@ -169,7 +169,7 @@ TEST_P(GpuRounds, AgreeToRoundingAndStayWithinTheLimit) {
   for (const RingCase& one : ring_cases(GetParam())) {
     if (one.problem.options.detached_mix) continue;
     for (const std::string& kernel : kernels_for_pieces(one.problem))
-      expect_rounds<GpuPlace>(one, run_on_gpu(one.problem, kernel), ++ran % 2 == 0 ? 2 : 4, 24000, kernel);
+      expect_rounds<GpuPlace>(one, run_on_gpu(one.problem, kernel), 2 << ran++ % 3, 24000, kernel);
   }
   EXPECT_GT(ran, 10);
 }

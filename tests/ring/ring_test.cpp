@@ -92,16 +92,22 @@ TEST(LocalRing, ZigzagOwnersGetTheirRows) {
   }
 }
 
-TEST(LocalRing, RoundsAgreeToRoundingAndStayWithinTheLimit) {
-  for (const DType dtype : {DType::f64, DType::f32, DType::bf16}) {
-    for (const RingCase& one : ring_cases(dtype)) {
-      const Case& c = one.problem;
-      if (c.options.detached_mix) continue;
-      const Results want = c.run();
-      for (const int ranks : dtype == DType::f64 ? std::vector{3} : std::vector{2, 4})
-        expect_rounds(one, want, ranks, dtype == DType::f64 ? 60000 : 12000);  // the reference is slow: fewer rounds
-    }
+class LocalRounds : public ::testing::TestWithParam<DType> {};
+
+TEST_P(LocalRounds, AgreeToRoundingAndStayWithinTheLimit) {
+  const bool slow = GetParam() == DType::f64;  // the reference: fewer rounds
+  for (const RingCase& one : ring_cases(GetParam())) {
+    if (one.problem.options.detached_mix) continue;
+    const Results want = one.problem.run();
+    for (const int ranks : slow ? std::vector{3} : std::vector{2, 4, 8})
+      expect_rounds(one, want, ranks, slow ? 60000 : 12000);
   }
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, LocalRounds, ::testing::Values(DType::f64, DType::f32, DType::bf16),
+                         [](const auto& one) { return std::string(name_of(one.param)); });
+
+TEST(LocalRounds, RefuseWhatNeedsAllKeysAtOnce) {
   Options detached;
   detached.detached_mix = true;
   const Case c(Pattern::dense(), detached, {1, 64, 1, 1, 16});

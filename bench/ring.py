@@ -144,7 +144,7 @@ def measure_mpi(longspan: str) -> None:
 
 
 def measure_local(longspan: str) -> None:
-    """Eight ranks of one process: 16,384 rows each, and 2,048 each, where up to a third of a head's rows are others'."""
+    """Eight ranks of one process: 16,384 rows each, and 2,048 each of strands that they share."""
     results = []
     for arguments in (
         ["--tokens", "131072", "--heads", "4", "--segments", "2048,32768,131072", "--dilations", "1,16,64"],

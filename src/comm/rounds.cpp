@@ -118,7 +118,9 @@ class RoundCalls {
   RoundCalls(const Call& call, std::span<const RowRange> queries, std::int64_t tokens, std::int64_t batch, bool masks)
       : call_(call),
         queries_(queries),
-        entries_(!masks ? 0 : call.key_mask.given() ? batch : 1),
+        entries_(!masks                  ? 0
+                 : call.key_mask.given() ? batch
+                                         : 1),
         batch_(batch),
         tokens_(tokens),
         memory_(static_cast<std::size_t>(entries_ * tokens)) {

@@ -70,8 +70,8 @@ void for_each_block(std::int64_t batch, std::int64_t rows, Body&& body) {
   });
 }
 
-/// Calls body(run, entry, row of the run, position) for every row of a message, in one parallel loop: there may be a run
-/// for every head.
+/// Calls body(run, entry, row of the run, position) for every row of a message, in one parallel loop: there may be a
+/// run for every head.
 template <class Body>
 void for_each_row(std::span<const ExchangeRun> runs, std::int64_t batch, Body&& body) {
   const auto blocks_of = [](const ExchangeRun& run) { return (run.count + kRowsAtOnce - 1) / kRowsAtOnce; };
@@ -92,19 +92,20 @@ inline void pack(const MessageBuffer& message, std::span<const ExchangeRun> runs
                  const ConstTensorView& k, const ConstTensorView& v) {
   if (message.place().on_gpu()) return gpu::pack(message.payload(), runs, ranges, k, v, message.place().stream);
   const std::int64_t bytes = k.columns() * size_of(k.dtype);
-  for_each_row(runs, k.batch(), [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
-    const std::int64_t source = row_of(ranges, position);
-    for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
-      const TensorView target = run_view(message.payload(), run, values, k.batch(), k.columns(), k.dtype, {});
-      const std::int64_t together = view.strides[2] == view.columns() ? run.kv_heads : 1;  // heads side by side
-      for (std::int64_t head = 0; head < run.kv_heads; head += together) {
-        std::memcpy(
-            static_cast<std::byte*>(target.data) + target.offset(entry, row, head) * size_of(k.dtype),
-            static_cast<const std::byte*>(view.data) + view.offset(entry, source, run.kv_head + head) * size_of(k.dtype),
-            static_cast<std::size_t>(together * bytes));
-      }
-    }
-  });
+  for_each_row(
+      runs, k.batch(), [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
+        const std::int64_t source = row_of(ranges, position);
+        for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
+          const TensorView target = run_view(message.payload(), run, values, k.batch(), k.columns(), k.dtype, {});
+          const std::int64_t together = view.strides[2] == view.columns() ? run.kv_heads : 1;  // heads side by side
+          for (std::int64_t head = 0; head < run.kv_heads; head += together) {
+            std::memcpy(static_cast<std::byte*>(target.data) + target.offset(entry, row, head) * size_of(k.dtype),
+                        static_cast<const std::byte*>(view.data) +
+                            view.offset(entry, source, run.kv_head + head) * size_of(k.dtype),
+                        static_cast<std::size_t>(together * bytes));
+          }
+        }
+      });
 }
 
 /// Calls body.operator()<float>() or <double>() for the dtype of sums.
@@ -120,17 +121,18 @@ inline void add_gradients(const MessageBuffer& message, std::span<const Exchange
   if (message.place().on_gpu())
     return gpu::add_gradients(message.payload(), runs, ranges, dk, dv, message.place().stream);
   with_sums(dk.dtype, [&]<class Real>() {
-    for_each_row(runs, dk.batch(), [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
-      const std::int64_t target = row_of(ranges, position);
-      for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
-        const TensorView source = run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
-        for (std::int64_t head = 0; head < run.kv_heads; ++head) {
-          Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
-          const Real* const value = source.template at<Real>(entry, row, head);
-          for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
-        }
-      }
-    });
+    for_each_row(
+        runs, dk.batch(), [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
+          const std::int64_t target = row_of(ranges, position);
+          for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
+            const TensorView source = run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
+            for (std::int64_t head = 0; head < run.kv_heads; ++head) {
+              Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
+              const Real* const value = source.template at<Real>(entry, row, head);
+              for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
+            }
+          }
+        });
   });
 }
 
@@ -203,8 +205,7 @@ inline void clear(const TensorView& view, void* stream = nullptr) {
 class PoolTensor {
  public:
   PoolTensor(const ConstTensorView& like, DType dtype, void* stream = nullptr)
-      : bytes_(
-            static_cast<std::size_t>(like.batch() * like.rows() * like.heads() * like.columns() * size_of(dtype))),
+      : bytes_(static_cast<std::size_t>(like.batch() * like.rows() * like.heads() * like.columns() * size_of(dtype))),
         host_(like.device.type == DeviceType::cpu ? bytes_ : 0),
         device_(like.device.index, stream, like.device.type == DeviceType::cuda ? bytes_ : 0),
         view_(TensorView::bnhd(device_.data() ? device_.data() : host_.data(), dtype, like.batch(), like.rows(),

@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <thread>
 #include <vector>
@@ -55,6 +56,24 @@ TEST(ParallelFor, NestedLoopsRun) {
   std::atomic<int> runs{0};
   parallel_for(4, 10, {}, [&](int, std::int64_t) { parallel_for(4, 10, {}, [&](int worker, std::int64_t) { EXPECT_EQ(worker, 0); ++runs; }); });
   EXPECT_EQ(runs, 100);
+}
+
+TEST(ParallelFor, ShortLoopsOfSeveralCallersGetHelpers) {
+  // Two loops of two items, each of which ends when all four run: there are threads enough for that.
+  std::atomic<int> running{0};
+  std::atomic<bool> together{true};
+  const auto call = [&] {
+    parallel_for(4, 2, {}, [&](int, std::int64_t) {
+      ++running;
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+      while (running < 4 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+      if (running < 4) together = false;
+    });
+  };
+  std::thread other(call);
+  call();
+  other.join();
+  EXPECT_TRUE(together);
 }
 
 TEST(ParallelFor, ManyHostThreadsAtOnce) {

@@ -4,8 +4,9 @@
 //   rows in groups of kGroup: scores [kGroup][kKeyBlock] stay in the first-level cache from product to product
 //     scores = q k^T;  largest = max;  weights = exp2(scores - largest);  out = out * correction + weights values
 //   Every decision is per row, and masked pairs are exact no-ops, so a row's bits depend on its own keys only.
-//   Under a block mask groups never cross a block row: their rows see the same runs of keys, and the rest costs nothing.
-//   Up to kKeyBlock of a row's keys are taken together, from a window of several blocks, and lie side by side in `scores`.
+//   Under a block mask groups never cross a block row: their rows see the same runs of keys, and the rest costs
+//   nothing. Up to kKeyBlock of a row's keys are taken together, from a window of several blocks, and lie side by side
+//   in `scores`.
 #pragma once
 
 #include <array>
@@ -35,25 +36,30 @@ struct VectorForward : Layout {
   static void end() {}
 
   /// scores[row][begin .. end) for the group's `rows` (each sees `limits` keys); begin is a multiple of kRunMultiple.
-  void scores(std::int64_t rows, const std::int64_t*, const float* q, const float* k_panels, std::int64_t begin, std::int64_t end,
-              float* scores) const {
+  void scores(std::int64_t rows, const std::int64_t*, const float* q, const float* k_panels, std::int64_t begin,
+              std::int64_t end, float* scores) const {
     for (std::int64_t key = begin, within = begin % kPanel; key < end; key += kPanel - within, within = 0) {
-      const int vectors = static_cast<int>(std::min<std::int64_t>((kPanel - within) / kLanes, (end - key + kLanes - 1) / kLanes));
+      const int vectors =
+          static_cast<int>(std::min<std::int64_t>((kPanel - within) / kLanes, (end - key + kLanes - 1) / kLanes));
       const float* const panel = k_panels + (key - within) * this->depth + within;
       const int inner = static_cast<int>(this->product_depth());
       if (rows == 1) product_some<Products, 1, kTileVectors>(vectors, q, 0, panel, kPanel, inner, scores + key, 0);
-      else product_some<Products, kGroup, kTileVectors>(vectors, q, this->query_stride(), panel, kPanel, inner, scores + key, kScoreStride);
+      else
+        product_some<Products, kGroup, kTileVectors>(vectors, q, this->query_stride(), panel, kPanel, inner,
+                                                     scores + key, kScoreStride);
     }
   }
   /// out = corrections * out + weights[.. begin .. end) * values.
-  void outputs(std::int64_t rows, const std::int64_t*, const float* weights, const float* values, std::int64_t begin, std::int64_t end,
-               float* out, const float* corrections) const {
+  void outputs(std::int64_t rows, const std::int64_t*, const float* weights, const float* values, std::int64_t begin,
+               std::int64_t end, float* out, const float* corrections) const {
     const float* const a = weights + begin / Products::kPerUnit;
     const float* const b = values + this->value_offset(begin);
     const int inner = static_cast<int>((end - begin + Products::kPerUnit - 1) / Products::kPerUnit);
     const std::int64_t width = this->columns;
     if (rows == 1) accumulate_columns<Products, false, true, 1>(width, a, 0, b, width, inner, out, 0, corrections);
-    else accumulate_columns<Products, false, true, kGroup>(width, a, kScoreStride, b, width, inner, out, width, corrections);
+    else
+      accumulate_columns<Products, false, true, kGroup>(width, a, kScoreStride, b, width, inner, out, width,
+                                                        corrections);
   }
 };
 using FloatForward = VectorForward<FloatLayout>;
@@ -106,16 +112,23 @@ struct ForwardMemory {
 template <class Scheme>
 std::int64_t key_window(std::int64_t head_dim, bool masked) {
   constexpr std::int64_t kCachedKeys = 64 * 1024 * Scheme::Products::kPerUnit;  // times head_dim
-  return masked ? Scheme::kKeyBlock * std::clamp<std::int64_t>(kCachedKeys / head_dim / Scheme::kKeyBlock, 1, 8) : Scheme::kKeyBlock;
+  return masked ? Scheme::kKeyBlock * std::clamp<std::int64_t>(kCachedKeys / head_dim / Scheme::kKeyBlock, 1, 8)
+                : Scheme::kKeyBlock;
 }
 
 template <class Scheme, class Policy>
 class ForwardRun {
  public:
   ForwardRun(const ForwardShared& shared, const ForwardTask& task, std::byte* memory)
-      : shared_(shared), task_(task), scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
-        rows_{task.heads, task.rows.begin, task.rows.count}, blocks_(shared, task),
-        window_(key_window<Scheme>(scheme_.head_dim, blocks_.masked())), carver_(memory), m_(carver_, scheme_, slots(), window_), policy_(shared, task) {}
+      : shared_(shared),
+        task_(task),
+        scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
+        rows_{task.heads, task.rows.begin, task.rows.count},
+        blocks_(shared, task),
+        window_(key_window<Scheme>(scheme_.head_dim, blocks_.masked())),
+        carver_(memory),
+        m_(carver_, scheme_, slots(), window_),
+        policy_(shared, task) {}
 
   void run() {
     Scheme::begin();
@@ -171,20 +184,25 @@ class ForwardRun {
   /// Start of the first window of keys from `key` on that some row sees.
   std::int64_t next_window(std::int64_t key) const {
     std::int64_t first = std::int64_t{1} << 62;
-    for_each_span([&](const Span& span) { first = std::min(first, blocks_.next_key(rows_.head(span.row), rows_.index(span.row), key)); });
+    for_each_span([&](const Span& span) {
+      first = std::min(first, blocks_.next_key(rows_.head(span.row), rows_.index(span.row), key));
+    });
     return first / window_ * window_;
   }
-  /// The next runs that a span sees, from key `from` of the window on: together at most kKeyBlock keys. Moves `from` behind them.
+  /// The next runs that a span sees, from key `from` of the window on: together at most kKeyBlock keys. Moves `from`
+  /// behind them.
   int take_runs(const Span& span, std::int64_t first, std::int64_t keys, std::int64_t& from, KeyRun* runs) const {
     const std::int64_t head = rows_.head(span.row), row = rows_.index(span.row);
     int count = 0;
     for (std::int64_t room = Scheme::kKeyBlock; room > 0 && count < kMostRuns;) {
-      const std::int64_t begin = std::max(from, (blocks_.next_key(head, row, first + from) - first) / Scheme::kRunMultiple * Scheme::kRunMultiple);
+      const std::int64_t begin = std::max(
+          from, (blocks_.next_key(head, row, first + from) - first) / Scheme::kRunMultiple * Scheme::kRunMultiple);
       if (begin >= keys) {
         from = keys;
         break;
       }
-      const KeyRun run{begin, begin + blocks_.run_length(head, row, first + begin, std::min(room, keys - begin), Scheme::kRunMultiple)};
+      const KeyRun run{begin, begin + blocks_.run_length(head, row, first + begin, std::min(room, keys - begin),
+                                                         Scheme::kRunMultiple)};
       from = run.end;
       room -= round_up(run.end - run.begin, Scheme::kRunMultiple);
       runs[count++] = run;
@@ -207,7 +225,9 @@ class ForwardRun {
           source = static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row);
           m_.limits[slot] = shared_.causal ? rows_.index(row) + 1 : task_.strand.count;
         }
-        if (row + kAhead < rows_.size()) prefetch_row(static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row + kAhead), scheme_.row_bytes());
+        if (row + kAhead < rows_.size())
+          prefetch_row(static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row + kAhead),
+                       scheme_.row_bytes());
         scheme_.pack_query(m_.q + slot * scheme_.query_stride(), source, scheme_.query_factor);
       }
     });
@@ -227,8 +247,8 @@ class ForwardRun {
   bool starts_fresh() const { return Scheme::kStartsFresh && !blocks_.masked(); }
 
   /// Some rows of a span against one block of keys, of which they see `seen`.
-  HWY_NOINLINE void attend(const Span& span, std::int64_t at, std::int64_t valid, std::int64_t block, std::int64_t keys, const KeyRun* seen,
-                           int seen_count) {
+  HWY_NOINLINE void attend(const Span& span, std::int64_t at, std::int64_t valid, std::int64_t block, std::int64_t keys,
+                           const KeyRun* seen, int seen_count) {
     const std::int64_t group = span.slot + at;
     std::int64_t limits[Scheme::kGroup] = {};
     std::int64_t most = 0;
@@ -254,18 +274,32 @@ class ForwardRun {
         const std::int64_t row = span.row + at + i;
         for (int run = 0; run < run_count && limits[i] > 0; ++run) {
           const std::int64_t place = places[run], count = round_up(runs[run].end - runs[run].begin, kLanes);
-          policy_.fill(rows_.head(row), rows_.index(row), block + runs[run].begin, count, m_.bias + place, m_.keep + i * Scheme::kKeyBlock + place);
+          policy_.fill(rows_.head(row), rows_.index(row), block + runs[run].begin, count, m_.bias + place,
+                       m_.keep + i * Scheme::kKeyBlock + place);
           add_bias(m_.scores + i * Scheme::kScoreStride + place, m_.bias + place, count);
         }
       }
     }
     if (blocks_.rounded(Scheme::kRunMultiple)) mask_unseen(span, valid, block, runs, places, run_count);
+    // Runs of whole vectors lie side by side: a row that sees all of them takes them as one.
+    const KeyRun last = runs[run_count - 1];
+    const std::int64_t together = places[run_count - 1] + last.end - last.begin;
+    bool whole = true;
+    for (int run = 0; run + 1 < run_count; ++run)
+      whole = whole && places[run + 1] - places[run] == runs[run].end - runs[run].begin;
+    const auto for_each_run = [&](int i, auto&& body) HWY_ATTR {  // body(place, keys that the row sees, keys)
+      if (whole && limits[i] >= last.end) return body(0, together, together);
+      for (int run = 0; run < run_count; ++run) {
+        const std::int64_t keys_of_run = runs[run].end - runs[run].begin;
+        body(places[run], std::clamp<std::int64_t>(limits[i] - runs[run].begin, 0, keys_of_run), keys_of_run);
+      }
+    };
     for (int i = 0; i < valid; ++i) {
       const float* const scores = m_.scores + i * Scheme::kScoreStride;
       float largest = -kInfinity;
-      for (int run = 0; run < run_count; ++run) {
-        if (runs[run].begin < limits[i]) largest = row_max(scores + places[run], std::min(limits[i], runs[run].end) - runs[run].begin, largest);
-      }
+      for_each_run(i, [&](std::int64_t place, std::int64_t seen_keys, std::int64_t) HWY_ATTR {
+        if (seen_keys > 0) largest = row_max(scores + place, seen_keys, largest);
+      });
       m_.bases[i] = largest;
     }
     const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
@@ -273,30 +307,39 @@ class ForwardRun {
     for (int i = 0; i < valid; ++i) {
       float* const scores = m_.scores + i * Scheme::kScoreStride;
       V sums = hn::Mul(load(m_.sums + (group + i) * kLanes), broadcast(m_.corrections[i]));
-      for (int run = 0; run < run_count; ++run) {
+      for_each_run(i, [&](std::int64_t place, std::int64_t seen_keys, std::int64_t keys_of_run) HWY_ATTR {
         // Weights take the place of scores: they are no wider, and written after what they cover was read.
-        const std::int64_t place = places[run], keys_of_run = runs[run].end - runs[run].begin;
         sums = Scheme::template weights<Policy::kActive>(scores + place, scores + place / Scheme::Products::kPerUnit,
-                                                         std::clamp<std::int64_t>(limits[i] - runs[run].begin, 0, keys_of_run), keys_of_run,
-                                                         factor, m_.bases[i], m_.keep + i * Scheme::kKeyBlock + place, sums);
-      }
+                                                         seen_keys, keys_of_run, factor, m_.bases[i],
+                                                         m_.keep + i * Scheme::kKeyBlock + place, sums);
+      });
       store(sums, m_.sums + (group + i) * kLanes);
+    }
+    if constexpr (requires { &Scheme::outputs_of_runs; }) {
+      if (run_count > 1 && whole && *std::min_element(limits, limits + valid) >= last.end) {
+        scheme_.outputs_of_runs(valid, m_.scores, m_.values, runs, run_count, m_.out + group * scheme_.columns,
+                                m_.corrections);
+        return;
+      }
     }
     const float* corrections = starts_fresh() && block == 0 ? nullptr : m_.corrections;
     for (int run = 0; run < run_count; ++run) {
-      scheme_.outputs(valid, limits, m_.scores + (places[run] - runs[run].begin) / Scheme::Products::kPerUnit, m_.values, runs[run].begin,
-                      runs[run].end, m_.out + group * scheme_.columns, corrections);
+      scheme_.outputs(valid, limits, m_.scores + (places[run] - runs[run].begin) / Scheme::Products::kPerUnit,
+                      m_.values, runs[run].begin, runs[run].end, m_.out + group * scheme_.columns, corrections);
       corrections = kOnes;
     }
   }
 
   /// Runs were rounded out to what products take: keys between the blocks lose their scores.
-  void mask_unseen(const Span& span, std::int64_t valid, std::int64_t block, const KeyRun* runs, const std::int64_t* places, int run_count) {
+  void mask_unseen(const Span& span, std::int64_t valid, std::int64_t block, const KeyRun* runs,
+                   const std::int64_t* places, int run_count) {
     for (int run = 0; run < run_count; ++run) {
       for (std::int64_t key = runs[run].begin; key < runs[run].end; key += kChunk) {
         if (blocks_.seen(rows_.head(span.row), rows_.index(span.row), block + key)) continue;
         for (std::int64_t i = 0; i < valid; ++i) {
-          for (int lane = 0; lane < kChunk; lane += kLanes) store(broadcast(kMasked), m_.scores + i * Scheme::kScoreStride + places[run] + key - runs[run].begin + lane);
+          for (int lane = 0; lane < kChunk; lane += kLanes)
+            store(broadcast(kMasked),
+                  m_.scores + i * Scheme::kScoreStride + places[run] + key - runs[run].begin + lane);
         }
       }
     }
@@ -305,7 +348,8 @@ class ForwardRun {
   /// Scores become base-2 exponents with the row's bias.
   HWY_INLINE void add_bias(float* scores, const float* bias, std::int64_t keys) {
     const V factor = broadcast(scheme_.score_factor);
-    for (std::int64_t key = 0; key < keys; key += kLanes) store(hn::MulAdd(load(scores + key), factor, load(bias + key)), scores + key);
+    for (std::int64_t key = 0; key < keys; key += kLanes)
+      store(hn::MulAdd(load(scores + key), factor, load(bias + key)), scores + key);
   }
 
   /// Streaming softmax, many rows per vector: bases hold the block's maxima and become what is subtracted from scores;
@@ -396,7 +440,8 @@ class ForwardRun {
 template <class Scheme>
 std::size_t forward_bytes(std::int64_t head_dim, std::int64_t rows, bool masked) {
   Carver carver(nullptr);
-  const ForwardMemory<Scheme> memory(carver, Scheme(DType::f32, head_dim, 1.0f), rows, key_window<Scheme>(head_dim, masked));
+  const ForwardMemory<Scheme> memory(carver, Scheme(DType::f32, head_dim, 1.0f), rows,
+                                     key_window<Scheme>(head_dim, masked));
   return carver.used();
 }
 

@@ -31,6 +31,10 @@ struct ForwardWorkspace {
   }
 };
 
+bool has_masks(const Plan& plan) {
+  return std::ranges::any_of(plan.branches(), [](const BranchPlan& branch) { return branch.mask.has_value(); });
+}
+
 /// Heads whose masks differ cannot share a task.
 std::int64_t most_shared_heads(const BranchPlan& branch) { return branch.mask && branch.mask->heads() > 1 ? 1 : kMostSharedHeads; }
 
@@ -124,14 +128,16 @@ CallShared::CallShared(const Plan& the_plan, const Call& the_call, std::span<con
 
 std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threads) {
   const Problem& problem = plan.problem();
-  std::int64_t rows = std::max<std::int64_t>(engine.forward_row_budget / problem.head_dim, kMostSharedHeads);
+  // Under a mask rows have less to do with each key that was packed for them: tasks are twice as large, and half as many.
+  const std::int64_t larger = has_masks(plan) ? 2 : 1;
+  std::int64_t rows = std::max<std::int64_t>(larger * engine.forward_row_budget / problem.head_dim, kMostSharedHeads);
   double strands = 0, longest = 0;
   for (const BranchPlan& branch : plan.branches()) {
     strands += static_cast<double>(problem.batch * branch.head_count) * static_cast<double>(branch.segments(problem.tokens));
     longest = std::max(longest, static_cast<double>(longest_strand(plan, branch)));
   }
   // Fewer rows per task pack the same keys more often: only as far as the threads need it.
-  while (rows > 2 * kMostSharedHeads && strands * std::max(1.0, longest / static_cast<double>(rows)) < static_cast<double>(kTasksPerThread * threads)) rows /= 2;
+  while (rows > 2 * kMostSharedHeads && strands * std::max(1.0, longest / static_cast<double>(rows)) < static_cast<double>(kTasksPerThread / larger * threads)) rows /= 2;
   return rows;
 }
 
@@ -139,7 +145,7 @@ std::size_t forward_thread_bytes(const Engine& engine, const Plan& plan, int thr
   const std::int64_t heads = largest_head_set(plan, kMostSharedHeads);
   std::int64_t slots = std::max(forward_task_rows(engine, plan, threads), heads);
   // Every block row (of 16 rows at least, or cut by the task) is rounded up to what products take together.
-  const bool masked = std::ranges::any_of(plan.branches(), [](const BranchPlan& branch) { return branch.mask.has_value(); });
+  const bool masked = has_masks(plan);
   if (masked) slots += slots / 2 + kMostSharedHeads;
   return engine.forward_bytes(plan.problem().head_dim, slots, masked);
 }

@@ -273,7 +273,8 @@ def flex_attention_of(blocks: torch.Tensor, size: int):
     # A tensor of its own for each argument: the compiler takes equal ones for one, and then misses the other.
     kept = BlockMask.from_kv_blocks(torch.zeros_like(counts), order, counts, order.clone(), BLOCK_SIZE=size,
                                     mask_mod=lambda b, h, i, j: blocks[h, i // size, j // size])  # fmt: skip
-    compiled = torch.compile(flex_attention)
+    torch._dynamo.reset()  # for each mask anew: with sizes that vary its code for CPUs does not compile
+    compiled = torch.compile(flex_attention, dynamic=False)
     return lambda rows: compiled(*rows, block_mask=kept)
 
 

@@ -45,7 +45,8 @@ run() { # name, seconds, command...: full output in a log, the telling lines of 
 shards() { # test, processes: they share its cases
   local i
   for ((i = 0; i < $2; i++)); do
-    GTEST_TOTAL_SHARDS=$2 GTEST_SHARD_INDEX=$i run "$1.$i" 240 "$programs/$1" &
+    # Few threads each: what they wait for is the reference, and there are more of them than cores.
+    OMP_NUM_THREADS=2 GTEST_TOTAL_SHARDS=$2 GTEST_SHARD_INDEX=$i run "$1.$i" 240 "$programs/$1" &
   done
 }
 
@@ -53,18 +54,18 @@ step_tests() {
   local test
   for test in "$programs"/*_test; do
     case $test in
-      */hopper_backward_test) shards "${test##*/}" 8 ;;
-      */gpu_matches_reference_test | */hopper*_test) shards "${test##*/}" 4 ;;
+      */hopper_backward_test | */hopper_blocks_test) shards "${test##*/}" 8 ;;
+      */gpu_matches_reference_test | */hopper_test | */gpu_block_sparse_test) shards "${test##*/}" 4 ;;
       *) shards "${test##*/}" 1 ;;
     esac
   done
 }
 step_python() {
-  (cd "$repository" && run pytest 200 python3 -m pytest -q -m gpu -p no:cacheprovider python/tests/test_gpu.py \
+  (cd "$repository" && run pytest 240 python3 -m pytest -q -m gpu -p no:cacheprovider python/tests/test_gpu.py \
     python/tests/test_gpu_ring.py) &
 }
 step_check() {
-  run check_every 120 "$programs/longspan" check --device cuda --random 1000 --json &
+  run check_every 200 "$programs/longspan" check --device cuda --random 1000 --json &
   run check_hopper 120 "$programs/longspan" check --device cuda --random 1000 --seed 1 --kernel hopper-wgmma --json &
 }
 step_sanitizer() {

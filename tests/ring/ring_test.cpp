@@ -33,12 +33,11 @@ TEST_P(LocalRing, EqualsOneDevice) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, LocalRing,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4, 8),
-                                            ::testing::Values(DType::f32, DType::bf16)),
+                                            ::testing::Values(DType::f32, DType::bf16, DType::f16)),
                          ring_name);
 INSTANTIATE_TEST_SUITE_P(Reference, LocalRing,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4, 8), ::testing::Values(DType::f64)),
                          ring_name);
-INSTANTIATE_TEST_SUITE_P(Half, LocalRing, ::testing::Values(std::tuple{4, DType::f16}), ring_name);
 
 TEST(LocalRing, EveryKernelKeepsItsBits) {
   for (const std::string& kernel : kernels_here()) {

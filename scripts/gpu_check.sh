@@ -145,7 +145,6 @@ step_ring() {
   done
   run ring_verify.4 60 "${ring[@]}" --ranks 4 --tokens 131072 "${far[@]}" &
   run ring_verify.3 60 "${ring[@]}" --ranks 3 --tokens 100003 "${far[@]}" &
-  run ring_verify.rounds 60 "${ring[@]}" --ranks 3 --tokens 20000 --segments 2048,20000 --dilations 1,4 --halo-limit 1M --backward &
   wait
   run ring_local 120 python3 "$repository/bench/ring.py" --longspan "$programs/longspan" --results "$results" local
   run ring_gpu 60 python3 "$repository/bench/ring.py" --longspan "$programs/longspan" --results "$results" gpu

@@ -50,29 +50,16 @@ def test_gloo_ranks_share_a_gpu(tmp_path):
     run_group("cuda", 2, tmp_path)
 
 
-def test_rounds_agree_to_rounding():
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, 250, 6, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    grad = torch.randn_like(inputs[0])
-
-    def run(**more):
-        own = [x.clone().requires_grad_() for x in inputs]
-        module = RingDilatedAttention(SEGMENTS, RATES, ring_size=4, **more)
-        out = module(*own, is_causal=True)
-        out.backward(grad)
-        return module, [out.detach(), *(x.grad for x in own)]
-
-    _, want = run()
-    limited, got = run(halo_limit_bytes=20_000)
-    assert limited.monitor.last_forward.rounds > 0 and limited.monitor.last_forward.halo_bytes <= 20_000
-    for mine, theirs in zip(got, want):  # one is computed in float32, the other in bfloat16
-        assert (mine - theirs).abs().max() <= 2**-6 * theirs.abs().max()
+def test_rounds_are_refused_by_name():
+    q = torch.randn(1, 100, 3, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(longspan.Unsupported, match="halo_limit_bytes"):
+        RingDilatedAttention([100], [1], ring_size=2, halo_limit_bytes=64)(q, q, q)
 
 
 def test_block_masks_over_ranks():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 256, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    config = {"pattern_type": "bigbird", "block_size": 16, "sparsity_ratio": 0.3}
+    config = {"pattern_type": "random", "block_size": 16, "sparsity_ratio": 0.3}
     one, ring = (BlockSparseRingDilatedAttention([256], [1], config, ring_size=size) for size in (1, 3))
     torch.testing.assert_close(ring(q, k, v, is_causal=True), one(q, k, v, is_causal=True), rtol=2**-6, atol=2**-7)
     assert ring.monitor.bytes_received > 0

@@ -4,6 +4,10 @@
 // free places. Several host threads may run loops at once: they share the same workers, which join, and stay between
 // two items, only as long as no more threads work than the loop asked for, callers included. So ranks of a local ring
 // do not get in each other's way.
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <bitset>
 #include <chrono>
@@ -36,6 +40,36 @@ inline void relax() {
 #endif
 }
 
+#if defined(__linux__)
+int this_cpu() { return sched_getcpu(); }
+
+/// While it lasts, the thread does not wake up on a CPU. A virtual machine takes its own CPUs, when they sleep, for ones that
+/// the host needs, and so wakes a worker where its caller is; for milliseconds both then share that CPU.
+class AwayFrom {
+ public:
+  explicit AwayFrom(int cpu) {
+    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof before_, &before_) != 0 || !CPU_ISSET(cpu, &before_)) return;
+    cpu_set_t others = before_;
+    CPU_CLR(cpu, &others);
+    moved_ = CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0;
+  }
+  ~AwayFrom() {
+    if (moved_) sched_setaffinity(0, sizeof before_, &before_);
+  }
+  AwayFrom(const AwayFrom&) = delete;
+  AwayFrom& operator=(const AwayFrom&) = delete;
+
+ private:
+  cpu_set_t before_;
+  bool moved_ = false;
+};
+#else
+int this_cpu() { return -1; }
+struct AwayFrom {
+  explicit AwayFrom(int) {}
+};
+#endif
+
 thread_local bool inside_loop = false;
 
 struct Job {
@@ -61,6 +95,7 @@ struct Job {
 class Pool {
  public:
   void run(Job& job) {
+    caller_cpu_.store(this_cpu(), std::memory_order_relaxed);
     int room = 0;  // for sleeping workers: none where other loops have all threads
     {
       const std::lock_guard lock(mutex_);
@@ -172,6 +207,7 @@ class Pool {
           ++spin;
         }
         if (spin == kSpins) {
+          const AwayFrom caller(caller_cpu_.load(std::memory_order_relaxed));
           std::unique_lock lock(mutex_);
           wake_.wait(lock, [&] { return (job = join(worker)) != nullptr; });
         }
@@ -194,6 +230,7 @@ class Pool {
   Job* jobs_ = nullptr;
   int workers_ = 0;
   std::atomic<int> working_{0};  // callers and workers in loops; changed under the mutex
+  std::atomic<int> caller_cpu_{-1};  // of the last loop
 };
 
 std::atomic<Pool*> current_pool{nullptr};

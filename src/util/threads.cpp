@@ -99,7 +99,9 @@ class Pool {
     int room = 0;  // for sleeping workers: none where other loops have all threads
     {
       const std::lock_guard lock(mutex_);
-      grow(job.places);
+      int wanted = job.places;
+      for (const Job* other = jobs_; other; other = other->following) wanted += other->places + other->active.load(std::memory_order_relaxed);
+      grow(std::min(wanted, job.threads - 1));
       job.following = jobs_;
       jobs_ = &job;
       working_.fetch_add(1, std::memory_order_relaxed);

@@ -18,8 +18,10 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -255,14 +257,23 @@ def train(arguments: argparse.Namespace, place: Place) -> LongNetLM:
     return model
 
 
+def leave() -> NoReturn:
+    """Ends a process of several. torch's sharding keeps groups in caches of its own; their threads may still drop tensors
+    while the interpreter shuts down, which aborts it. All that is to be kept is written by now, so it ends without that."""
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def main() -> None:
     arguments = parse()
     place = join(arguments.ring, arguments.device)
     arguments.batch = arguments.batch or place.rings
     model = train(arguments, place)
     if place.group is not None:
-        dist.destroy_process_group()
-    elif arguments.sample:
+        leave()
+    if arguments.sample:
         prompt = torch.tensor([list(b"The ")], device=arguments.device)
         text = model.generate(prompt, arguments.sample, temperature=0.8, top_p=0.95, seed=arguments.seed)
         print(bytes(text[0].tolist()).decode(errors="replace"))

@@ -248,7 +248,10 @@ Command add_bench(CLI::App& app) {
       "Examples: longspan bench dilated --tokens 64K --dtype bf16 --json\n"
       "          longspan bench dense --tokens 16K --dtype bf16 --device cuda");
   const auto command = std::make_shared<BenchCommand>();
-  parser->add_option("what", command->what, "dilated (or whatever the pattern options say), block-sparse (bigbird unless --pattern or --mask) or dense")
+  parser
+      ->add_option(
+          "what", command->what,
+          "dilated (or whatever the pattern options say), block-sparse (bigbird unless --pattern or --mask) or dense")
       ->required()
       ->check(CLI::IsMember({"dilated", "dense", "block-sparse"}));
   command->problem.add_to(*parser);

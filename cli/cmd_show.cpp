@@ -33,15 +33,19 @@ const BlockMask& only_mask(const Plan& plan) {
   for (const BranchPlan& branch : plan.branches()) {
     if (branch.mask && branch.adaptive_density == 0) return *branch.mask;
   }
-  throw InvalidArgument("mask-out", "--mask-out: the pattern has no block mask that is known without data; use a block pattern such as bigbird");
+  throw InvalidArgument(
+      "mask-out",
+      "--mask-out: the pattern has no block mask that is known without data; use a block pattern such as bigbird");
 }
 
 /// Names say what is in a file: a mask is an array, a drawing is SVG.
 void check_name(std::string_view option, const std::string& name, std::initializer_list<std::string_view> endings) {
   const std::string_view path = std::string_view(name).substr(0, name.rfind('#'));
-  const bool known = std::any_of(endings.begin(), endings.end(), [&](std::string_view ending) { return path.ends_with(ending); });
+  const bool known =
+      std::any_of(endings.begin(), endings.end(), [&](std::string_view ending) { return path.ends_with(ending); });
   if (name.empty() || known || name.starts_with("/dev/")) return;
-  throw InvalidArgument(std::string(option), fmt::format("--{} '{}': give a file that ends in {}", option, name, fmt::join(endings, " or ")));
+  throw InvalidArgument(std::string(option), fmt::format("--{} '{}': give a file that ends in {}", option, name,
+                                                         fmt::join(endings, " or ")));
 }
 
 int run(const ShowCommand& command) {
@@ -57,7 +61,8 @@ int run(const ShowCommand& command) {
 
   if (!command.svg.empty()) {
     OutputFile file(command.svg);
-    file.write(picture(*plan, command.head, std::max<std::int64_t>(command.cells, 128)).to_svg(choice.pattern.to_string()));
+    file.write(
+        picture(*plan, command.head, std::max<std::int64_t>(command.cells, 128)).to_svg(choice.pattern.to_string()));
     file.commit();
   }
   if (!command.mask.empty()) {
@@ -68,9 +73,15 @@ int run(const ShowCommand& command) {
     writer.commit();
   }
   if (command.json) {
-    Json json = {{"pattern", choice.pattern.to_string()}, {"problem", describe(problem)}, {"options", describe(choice.options)},
-                 {"head", command.head},                  {"cells", drawn.cells},         {"cell_tokens", drawn.cell_tokens},
-                 {"share", drawn.share},                  {"pairs", pairs},               {"pairs_of_dense", share}};
+    Json json = {{"pattern", choice.pattern.to_string()},
+                 {"problem", describe(problem)},
+                 {"options", describe(choice.options)},
+                 {"head", command.head},
+                 {"cells", drawn.cells},
+                 {"cell_tokens", drawn.cell_tokens},
+                 {"share", drawn.share},
+                 {"pairs", pairs},
+                 {"pairs_of_dense", share}};
     for (const BranchPlan& branch : plan->branches()) {
       if (!branch.mask) continue;
       json["masks"].push_back({{"block_size", branch.mask->block_size()},
@@ -84,13 +95,16 @@ int run(const ShowCommand& command) {
     return kSuccess;
   }
   print("{}{}\n", bold(choice.pattern.to_string()), choice.options.causal ? ", causal" : "");
-  print("{} tokens, head {} of {}; queries down, keys across, {} tokens a cell\n\n", with_commas(tokens), command.head, problem.heads,
-        with_commas(static_cast<double>(drawn.cell_tokens)));
+  print("{} tokens, head {} of {}; queries down, keys across, {} tokens a cell\n\n", with_commas(tokens), command.head,
+        problem.heads, with_commas(static_cast<double>(drawn.cell_tokens)));
   print_text(drawn.to_text(command.ascii));
   print("\n{} pairs, {:.3g}% of dense\n", short_count(pairs), 100 * share);
   for (const BranchPlan& branch : plan->branches()) {
-    if (branch.adaptive_density > 0) print("adaptive: each call keeps {:.3g} of the blocks, chosen from its data\n", branch.adaptive_density);
-    else if (branch.mask) print("{}, {} active blocks\n", branch.mask->to_string(), with_commas(static_cast<double>(branch.mask->active_blocks())));
+    if (branch.adaptive_density > 0)
+      print("adaptive: each call keeps {:.3g} of the blocks, chosen from its data\n", branch.adaptive_density);
+    else if (branch.mask)
+      print("{}, {} active blocks\n", branch.mask->to_string(),
+            with_commas(static_cast<double>(branch.mask->active_blocks())));
   }
   return kSuccess;
 }
@@ -109,7 +123,8 @@ Command add_show(CLI::App& app) {
   parser->add_option("--head", command->head, "Head to draw (default: 0)")->type_name("HEAD");
   parser->add_option("--cells", command->cells, "Most cells a side (default: 48)")->type_name("COUNT");
   parser->add_option("--svg", command->svg, "Write a drawing")->type_name("FILE.svg");
-  parser->add_option("--mask-out", command->mask, "Write the block mask, bool [heads, blocks, blocks]")->type_name("FILE.npy");
+  parser->add_option("--mask-out", command->mask, "Write the block mask, bool [heads, blocks, blocks]")
+      ->type_name("FILE.npy");
   parser->add_flag("--ascii", command->ascii, "Letters instead of block elements");
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};

@@ -169,14 +169,17 @@ ProblemChoice ProblemOptions::resolve() const {
   const bool groups = choose<bool>("assign", assign_, {{"groups", true}, {"all", false}});
   const auto phase =
       choose<PhaseRule>("phase", phase_, {{"paper", PhaseRule::paper}, {"torchscale", PhaseRule::torchscale}});
-  if (given("block-size") && !given("mask")) refuse("block-size", block_size_, "it belongs to --mask; patterns say block=");
+  if (given("block-size") && !given("mask"))
+    refuse("block-size", block_size_, "it belongs to --mask; patterns say block=");
   if (given("pattern") || given("mask")) {
     const auto& [name, value] = given("pattern") ? std::pair{"pattern", pattern_} : std::pair{"mask", mask_};
     for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "mask"}) {
-      if (part != std::string_view(name) && given(part)) refuse(name, value, fmt::format("it says everything, leave --{} out", part));
+      if (part != std::string_view(name) && given(part))
+        refuse(name, value, fmt::format("it says everything, leave --{} out", part));
     }
-    choice.pattern = given("pattern") ? Pattern::parse(pattern_)
-                                      : read_mask(mask_, parse_size_in("block-size", block_size_, 16, 128, "use 16, 32, 64 or 128"));
+    choice.pattern = given("pattern")
+                         ? Pattern::parse(pattern_)
+                         : read_mask(mask_, parse_size_in("block-size", block_size_, 16, 128, "use 16, 32, 64 or 128"));
   } else {
     const auto segments = parse_sizes("segments", segments_);
     const auto dilations = parse_sizes("dilations", dilations_);

@@ -53,7 +53,8 @@ class ProblemOptions {
   CLI::App* command_ = nullptr;
   std::string tokens_, batch_ = "1", heads_ = "8", kv_heads_, head_dim_ = "64";
   std::string dtype_ = "f32", segments_ = "2048,4096,8192", dilations_ = "1,2,4";
-  std::string assign_ = "groups", phase_ = "paper", pattern_, mask_, block_size_ = "64", layout_ = "bnhd", device_ = "cpu";
+  std::string assign_ = "groups", phase_ = "paper", pattern_, mask_, block_size_ = "64", layout_ = "bnhd",
+              device_ = "cpu";
   std::string dropout_ = "0", scale_, threads_ = "0", kernel_, seed_ = "0";
   bool pad_keys_ = false;
   bool causal_ = false;

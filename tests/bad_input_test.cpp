@@ -16,7 +16,8 @@ struct Inputs {
   Tensor out_storage{DType::f32, 2, 16, 4, 8}, dout_storage{DType::f32, 2, 16, 4, 8};
   Tensor lse_storage = Tensor::lse(DType::f32, 2, 16, 4), dlse_storage = Tensor::lse(DType::f32, 2, 16, 4);
   Tensor dq_storage{DType::f32, 2, 16, 4, 8}, dk_storage{DType::f32, 2, 16, 2, 8}, dv_storage{DType::f32, 2, 16, 2, 8};
-  TensorView q = q_storage.fill_random(1).view(), k = k_storage.fill_random(2).view(), v = v_storage.fill_random(3).view();
+  TensorView q = q_storage.fill_random(1).view(), k = k_storage.fill_random(2).view(),
+             v = v_storage.fill_random(3).view();
   TensorView out = out_storage.view(), lse = lse_storage.view(), dout = dout_storage.fill_random(4).view();
   TensorView dq = dq_storage.view(), dk = dk_storage.view(), dv = dv_storage.view();
   Pattern pattern = Pattern::dilated({4, 8}, {1, 2});
@@ -59,16 +60,32 @@ std::vector<BadInput> bad_inputs() {
       {"heads_not_multiple", "k", {"3", "4"}, [](Inputs& i) { i.k.sizes[2] = i.v.sizes[2] = 3; }},
       {"out_shape", "out", {"[2, 16, 4, 7]"}, [](Inputs& i) { i.out.sizes[3] = 7; }},
       {"lse_shape", "lse", {"15"}, [](Inputs& i) { i.lse.sizes[1] = 15; }},
-      {"q_rows_without_ranges", "q", {"15", "16", "query_ranges"}, [](Inputs& i) { i.q.sizes[1] = i.out.sizes[1] = 15; }},
+      {"q_rows_without_ranges",
+       "q",
+       {"15", "16", "query_ranges"},
+       [](Inputs& i) { i.q.sizes[1] = i.out.sizes[1] = 15; }},
       {"negative_size", "q", {"-3"}, [](Inputs& i) { i.q.sizes[0] = -3; }},
       {"k_dtype", "k", {"bf16", "f32"}, [](Inputs& i) { i.k.dtype = DType::bf16; }},
       {"q_dtype", "q", {"i32"}, [](Inputs& i) { i.q.dtype = DType::i32; }},
       {"lse_dtype", "lse", {"f64", "f32"}, [](Inputs& i) { i.lse.dtype = DType::f64; }},
-      {"device", "v", {"cuda:1", "cpu"}, [](Inputs& i) { i.v.device = {DeviceType::cuda, 1}; }},
+      {"device",
+       "v",
+       {"cuda:1", "cpu"},
+       [](Inputs& i) {
+         i.v.device = {DeviceType::cuda, 1};
+       }},
       {"head_dim_0", "q", {"0"}, [](Inputs& i) { i.q.sizes[3] = i.k.sizes[3] = i.v.sizes[3] = i.out.sizes[3] = 0; }},
-      {"head_dim_257", "q", {"257", "256"}, [](Inputs& i) { i.q.sizes[3] = i.k.sizes[3] = i.v.sizes[3] = i.out.sizes[3] = 257; }},
+      {"head_dim_257",
+       "q",
+       {"257", "256"},
+       [](Inputs& i) { i.q.sizes[3] = i.k.sizes[3] = i.v.sizes[3] = i.out.sizes[3] = 257; }},
       {"no_heads", "q", {"0 heads"}, [](Inputs& i) { i.q.sizes[2] = i.out.sizes[2] = 0; }},
-      {"heads_below_groups", "heads", {"4", "5"}, [](Inputs& i) { i.pattern = Pattern::dilated({1, 2, 3, 4, 5}, {1, 1, 1, 1, 1}); }},
+      {"heads_below_groups",
+       "heads",
+       {"4", "5"},
+       [](Inputs& i) {
+         i.pattern = Pattern::dilated({1, 2, 3, 4, 5}, {1, 1, 1, 1, 1});
+       }},
       {"overflowing_size", "q", {"64-bit"}, [](Inputs& i) { i.q.sizes[1] = std::int64_t{1} << 61; }},
       {"overflowing_stride", "k", {"64-bit"}, [](Inputs& i) { i.k.strides[0] = std::int64_t{1} << 62; }},
       {"null_q", "q", {"null"}, [](Inputs& i) { i.q.data = nullptr; }},
@@ -81,30 +98,98 @@ std::vector<BadInput> bad_inputs() {
       {"dropout_nan", "dropout", {"nan"}, [nan](Inputs& i) { i.options.dropout = nan; }},
       {"scale_infinite", "scale", {"inf"}, [infinity](Inputs& i) { i.options.scale = infinity; }},
       {"output_scale_nan", "output_scale", {"nan"}, [nan](Inputs& i) { i.options.output_scale = nan; }},
-      {"lengths_too_long", "lengths", {"lengths[0]", "17", "16"}, [](Inputs& i) { i.call.lengths = ConstTensorView::per_batch(too_long, DType::i64, 2); }},
-      {"lengths_negative", "lengths", {"-1"}, [](Inputs& i) { i.call.lengths = ConstTensorView::per_batch(negative, DType::i64, 2); }},
-      {"lengths_shape", "lengths", {"2 batch"}, [](Inputs& i) { i.call.lengths = ConstTensorView::per_batch(fine, DType::i64, 1); }},
-      {"lengths_dtype", "lengths", {"f32"}, [](Inputs& i) { i.call.lengths = ConstTensorView::per_batch(slopes, DType::f32, 2); }},
-      {"key_mask_shape", "key_mask", {"[2, 16]"}, [](Inputs& i) { i.call.key_mask = ConstTensorView::mask(mask, 2, 15); }},
-      {"alibi_shape", "alibi_slopes", {"4 heads"}, [](Inputs& i) { i.call.alibi_slopes = ConstTensorView::per_head(slopes, 3); }},
-      {"range_beyond_end", "query_ranges", {"10", "7"}, [](Inputs& i) { i.ranges = {{10, 7}}; }},
-      {"range_negative", "query_ranges", {"-1"}, [](Inputs& i) { i.ranges = {{-1, 2}}; }},
-      {"range_overflow", "query_ranges", {"leaves"}, [](Inputs& i) { i.ranges = {{4, std::numeric_limits<std::int64_t>::max()}}; }},
-      {"ranges_add_up", "query_ranges", {"16 rows"}, [](Inputs& i) { i.ranges = {{0, 10}}; }},
+      {"lengths_too_long",
+       "lengths",
+       {"lengths[0]", "17", "16"},
+       [](Inputs& i) { i.call.lengths = ConstTensorView::per_batch(too_long, DType::i64, 2); }},
+      {"lengths_negative",
+       "lengths",
+       {"-1"},
+       [](Inputs& i) { i.call.lengths = ConstTensorView::per_batch(negative, DType::i64, 2); }},
+      {"lengths_shape",
+       "lengths",
+       {"2 batch"},
+       [](Inputs& i) { i.call.lengths = ConstTensorView::per_batch(fine, DType::i64, 1); }},
+      {"lengths_dtype",
+       "lengths",
+       {"f32"},
+       [](Inputs& i) { i.call.lengths = ConstTensorView::per_batch(slopes, DType::f32, 2); }},
+      {"key_mask_shape",
+       "key_mask",
+       {"[2, 16]"},
+       [](Inputs& i) { i.call.key_mask = ConstTensorView::mask(mask, 2, 15); }},
+      {"alibi_shape",
+       "alibi_slopes",
+       {"4 heads"},
+       [](Inputs& i) { i.call.alibi_slopes = ConstTensorView::per_head(slopes, 3); }},
+      {"range_beyond_end",
+       "query_ranges",
+       {"10", "7"},
+       [](Inputs& i) {
+         i.ranges = {{10, 7}};
+       }},
+      {"range_negative",
+       "query_ranges",
+       {"-1"},
+       [](Inputs& i) {
+         i.ranges = {{-1, 2}};
+       }},
+      {"range_overflow",
+       "query_ranges",
+       {"leaves"},
+       [](Inputs& i) {
+         i.ranges = {{4, std::numeric_limits<std::int64_t>::max()}};
+       }},
+      {"ranges_add_up",
+       "query_ranges",
+       {"16 rows"},
+       [](Inputs& i) {
+         i.ranges = {{0, 10}};
+       }},
       {"out_is_q", "out", {"q"}, [](Inputs& i) { i.out = i.q; }},
       {"out_inside_v", "out", {"overlaps"}, [](Inputs& i) { i.out.data = static_cast<float*>(i.v.data) + 4; }},
       {"out_strides_repeat", "out", {"twice"}, [](Inputs& i) { i.out.strides[1] = 0; }},
       {"out_strides_overlap", "out", {"twice"}, [](Inputs& i) { i.out.strides[2] = 7; }},
       {"lse_in_out", "out", {"lse"}, [](Inputs& i) { i.lse.data = i.out.data; }},
-      {"workspace_too_small", "workspace", {"bytes"}, [](Inputs& i) { alignas(64) static char bytes[64]; i.options.kernel = "plain"; i.call.workspace = bytes; i.call.workspace_size = 1; }, true},
-      {"workspace_misaligned", "workspace", {"64"}, [](Inputs& i) { alignas(64) static char bytes[64]; i.call.workspace = bytes + 1; i.call.workspace_size = 8; }},
+      {"workspace_too_small",
+       "workspace",
+       {"bytes"},
+       [](Inputs& i) {
+         alignas(64) static char bytes[64];
+         i.options.kernel = "plain";
+         i.call.workspace = bytes;
+         i.call.workspace_size = 1;
+       },
+       true},
+      {"workspace_misaligned",
+       "workspace",
+       {"64"},
+       [](Inputs& i) {
+         alignas(64) static char bytes[64];
+         i.call.workspace = bytes + 1;
+         i.call.workspace_size = 8;
+       }},
       {"missing_lse", "lse", {"forward returned"}, [](Inputs& i) { i.lse = {}; }, true},
       {"dout_shape", "dout", {"[2, 16, 3, 8]"}, [](Inputs& i) { i.dout.sizes[2] = 3; }, true},
       {"dk_shape", "dk", {"[2, 16, 4, 8]"}, [](Inputs& i) { i.dk.sizes[2] = 4; }, true},
       {"dq_is_dout", "dq", {"dout"}, [](Inputs& i) { i.dq = i.dout; }, true},
       {"dk_is_dv", "dk", {"dv"}, [](Inputs& i) { i.dk = i.dv; }, true},
-      {"dlse_with_detached_mix", "dlse", {"detached_mix"}, [](Inputs& i) { i.options.detached_mix = true; i.call.dlse = i.dlse_storage.view(); }, true},
-      {"dlse_shape", "dlse", {"16"}, [](Inputs& i) { i.call.dlse = i.dlse_storage.view(); i.call.dlse.sizes[1] = 9; }, true},
+      {"dlse_with_detached_mix",
+       "dlse",
+       {"detached_mix"},
+       [](Inputs& i) {
+         i.options.detached_mix = true;
+         i.call.dlse = i.dlse_storage.view();
+       },
+       true},
+      {"dlse_shape",
+       "dlse",
+       {"16"},
+       [](Inputs& i) {
+         i.call.dlse = i.dlse_storage.view();
+         i.call.dlse.sizes[1] = 9;
+       },
+       true},
   };
 }
 
@@ -119,7 +204,8 @@ TEST_P(RefusesBadInput, NamingArgumentValueAndFix) {
     FAIL() << "accepted";
   } catch (const InvalidArgument& error) {
     EXPECT_EQ(error.argument(), bad.argument) << error.what();
-    for (const char* text : bad.mentions) EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what() << "\nlacks " << text;
+    for (const char* text : bad.mentions)
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what() << "\nlacks " << text;
   }
   // Before any work: outputs still hold their poison.
   EXPECT_TRUE(std::isnan(inputs.out_storage.at(0, 0, 0)));
@@ -183,8 +269,11 @@ TEST(BadInput, SlicesOfOneFusedTensorAreFine) {
   dout.fill_random(2);
   const Attention attention(Pattern::dense());
   attention.forward(slice(qkv, 0), slice(qkv, 1), slice(qkv, 2), out.view(), lse.view());
-  EXPECT_NO_THROW(attention.backward(slice(qkv, 0), slice(qkv, 1), slice(qkv, 2), out.view(), lse.view(), dout.view(), slice(dqkv, 0), slice(dqkv, 1), slice(dqkv, 2)));
-  dqkv.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) { EXPECT_TRUE(std::isfinite(dqkv.at(b, row, head, d))); });
+  EXPECT_NO_THROW(attention.backward(slice(qkv, 0), slice(qkv, 1), slice(qkv, 2), out.view(), lse.view(), dout.view(),
+                                     slice(dqkv, 0), slice(dqkv, 1), slice(dqkv, 2)));
+  dqkv.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+    EXPECT_TRUE(std::isfinite(dqkv.at(b, row, head, d)));
+  });
   TensorView shifted = slice(dqkv, 0);
   shifted.data = static_cast<float*>(shifted.data) + 4;
   EXPECT_TRUE(may_overlap(shifted, slice(dqkv, 0)));
@@ -201,7 +290,9 @@ TEST(EmptyInput, WithoutQueriesKeyGradientsAreZero) {
   for (const std::string& kernel : kernels_here()) {
     Case c(Pattern::dense(), {}, {1, 16, 2, 2, 8}, DType::f32, Layout::bnhd, {{3, 0}});
     const Results r = c.run(kernel);
-    r.dk.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) { EXPECT_EQ(r.dk.at(b, row, head, d), 0); });
+    r.dk.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+      EXPECT_EQ(r.dk.at(b, row, head, d), 0);
+    });
   }
 }
 
@@ -228,7 +319,8 @@ TEST(Cancel, FlagAndHookStopTheCall) {
     last = done;
     return ++calls < 2;
   };
-  EXPECT_THROW(Attention(Pattern::dense(), options).forward(c.q.view(), c.k.view(), c.v.view(), out.view(), {}, call), Cancelled);
+  EXPECT_THROW(Attention(Pattern::dense(), options).forward(c.q.view(), c.k.view(), c.v.view(), out.view(), {}, call),
+               Cancelled);
   EXPECT_EQ(calls, 2);
 }
 

@@ -1,5 +1,5 @@
-// Block masks and block patterns: every pattern against its definition written as a predicate, set operations, transposed
-// lists, text, planning time, bad input.
+// Block masks and block patterns: every pattern against its definition written as a predicate, set operations,
+// transposed lists, text, planning time, bad input.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -27,7 +27,8 @@ void expect_mask(const BlockMask& mask, std::int64_t heads, const Predicate& act
   for (std::int64_t head = 0; head < heads; ++head) {
     for (std::int64_t row = 0; row < mask.blocks(); ++row) {
       for (std::int64_t column = 0; column < mask.blocks(); ++column) {
-        ASSERT_EQ(mask.active(head, row, column), active(head, row, column)) << what << " head " << head << " (" << row << ", " << column << ")";
+        ASSERT_EQ(mask.active(head, row, column), active(head, row, column))
+            << what << " head " << head << " (" << row << ", " << column << ")";
       }
     }
   }
@@ -42,11 +43,14 @@ Predicate random_definition(double density, std::uint64_t seed, std::int64_t blo
     const std::int64_t candidates = causal ? row + 1 : blocks;
     if (column >= candidates) return false;
     const auto word = [&](std::int64_t j) {
-      return philox4x32(seed, {static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(j), static_cast<std::uint32_t>(head), 0})[0];
+      return philox4x32(seed, {static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(j),
+                               static_cast<std::uint32_t>(head), 0})[0];
     };
     std::int64_t before = 1;  // the diagonal
-    for (std::int64_t j = 0; j < candidates; ++j) before += j != row && std::pair(word(j), j) < std::pair(word(column), column);
-    return before < std::max<std::int64_t>(1, static_cast<std::int64_t>(std::floor(density * static_cast<double>(candidates) + 0.5)));
+    for (std::int64_t j = 0; j < candidates; ++j)
+      before += j != row && std::pair(word(j), j) < std::pair(word(column), column);
+    return before < std::max<std::int64_t>(
+                        1, static_cast<std::int64_t>(std::floor(density * static_cast<double>(candidates) + 0.5)));
   };
 }
 
@@ -61,10 +65,12 @@ TEST(BlockPatterns, EqualTheirDefinitions) {
           expect_mask(mask, 3, active, pattern.to_string());
         };
         for (const std::int64_t window : {0, 64, 200, 1000}) {
-          check(BlockPattern::local_window(window, b), [&](auto, auto i, auto j) { return std::abs(i - j) <= window / b / 2; });
+          check(BlockPattern::local_window(window, b),
+                [&](auto, auto i, auto j) { return std::abs(i - j) <= window / b / 2; });
         }
         for (const std::int64_t stride : {1, 100, 512}) {
-          check(BlockPattern::strided(stride, b), [&](auto, auto i, auto j) { return floor_mod(i - j, std::max<std::int64_t>(1, stride / b)) == 0; });
+          check(BlockPattern::strided(stride, b),
+                [&](auto, auto i, auto j) { return floor_mod(i - j, std::max<std::int64_t>(1, stride / b)) == 0; });
         }
         check(BlockPattern::dilated_sparse({1, 4, 2, 4}, b), [&](auto, auto i, auto j) {
           const std::int64_t distance = std::abs(i - j);
@@ -77,12 +83,14 @@ TEST(BlockPatterns, EqualTheirDefinitions) {
         });
         check(BlockPattern::hierarchical({{64, 256}, {256, 1024}, {1024, -1}}, b), [&](auto, auto i, auto j) {
           const auto level = [&](std::int64_t stride, std::int64_t window) {
-            return i % std::max<std::int64_t>(1, stride / b) == 0 && (window == -1 || std::abs(i - j) <= window / b / 2);
+            return i % std::max<std::int64_t>(1, stride / b) == 0 &&
+                   (window == -1 || std::abs(i - j) <= window / b / 2);
           };
           return i == j || level(64, 256) || level(256, 1024) || level(1024, -1);
         });
         for (const double density : {0.02, 0.3, 1.0}) {
-          check(BlockPattern::random(density, 0x123456789abcdefu, b), random_definition(density, 0x123456789abcdefu, blocks, causal));
+          check(BlockPattern::random(density, 0x123456789abcdefu, b),
+                random_definition(density, 0x123456789abcdefu, blocks, causal));
         }
         check(BlockPattern::local_window(2 * b, b) | BlockPattern::random(0.1, 7, b), [&](auto h, auto i, auto j) {
           return std::abs(i - j) <= 1 || random_definition(0.1, 7, blocks, causal)(h, i, j);
@@ -103,16 +111,20 @@ TEST(BlockPatterns, LongRowsDrawTheLowestWords) {
           const std::int64_t candidates = causal ? row + 1 : kBlocks;
           std::vector<std::pair<std::uint32_t, std::int32_t>> ranked;
           for (std::int32_t column = 0; column < candidates; ++column) {
-            const std::array<std::uint32_t, 4> counter = {static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(column), static_cast<std::uint32_t>(head), 0};
+            const std::array<std::uint32_t, 4> counter = {static_cast<std::uint32_t>(row),
+                                                          static_cast<std::uint32_t>(column),
+                                                          static_cast<std::uint32_t>(head), 0};
             if (column != row) ranked.emplace_back(philox4x32(0xfedcba9876543210u, counter)[0], column);
           }
           std::sort(ranked.begin(), ranked.end());
-          const auto kept = std::max<std::int64_t>(1, static_cast<std::int64_t>(std::floor(density * static_cast<double>(candidates) + 0.5)));
+          const auto kept = std::max<std::int64_t>(
+              1, static_cast<std::int64_t>(std::floor(density * static_cast<double>(candidates) + 0.5)));
           std::vector<std::int32_t> wanted = {static_cast<std::int32_t>(row)};
           for (std::size_t i = 0; i + 1 < static_cast<std::size_t>(kept); ++i) wanted.push_back(ranked[i].second);
           std::sort(wanted.begin(), wanted.end());
           const auto drawn = mask.row(head, row);
-          EXPECT_EQ(std::vector<std::int32_t>(drawn.begin(), drawn.end()), wanted) << density << " head " << head << " row " << row << " causal " << causal;
+          EXPECT_EQ(std::vector<std::int32_t>(drawn.begin(), drawn.end()), wanted)
+              << density << " head " << head << " row " << row << " causal " << causal;
         }
       }
     }
@@ -133,7 +145,8 @@ TEST(BlockPatterns, PresetsAreUnions) {
   }
   EXPECT_EQ(BlockPattern::longformer(256, 32, 16), BlockPattern::global_local(32, 256, 16));
   EXPECT_EQ(Pattern::parse("bigbird"), Pattern::block_sparse(BlockPattern::bigbird()));
-  EXPECT_EQ(Pattern::parse("bigbird(64,96,0.1,3) block=32"), Pattern::block_sparse(BlockPattern::bigbird(64, 96, 0.1, 3, 32)));
+  EXPECT_EQ(Pattern::parse("bigbird(64,96,0.1,3) block=32"),
+            Pattern::block_sparse(BlockPattern::bigbird(64, 96, 0.1, 3, 32)));
   EXPECT_EQ(Pattern::parse("block_sparse block=16 local_window(64) + random(0.5,1)"),
             Pattern::block_sparse(BlockPattern::local_window(64, 16) | BlockPattern::random(0.5, 1, 16)));
 }
@@ -144,7 +157,8 @@ TEST(BlockPatterns, DensityIsHonoured) {
     const BlockMask mask = BlockPattern::random(density, 5).mask(64 * 200, 4, false);
     EXPECT_EQ(mask.heads(), 4);
     for (std::int64_t head = 0; head < 4; ++head) {
-      for (std::int64_t row = 0; row < 200; ++row) EXPECT_EQ(mask.row(head, row).size(), static_cast<std::size_t>(density * 200 + 0.5));
+      for (std::int64_t row = 0; row < 200; ++row)
+        EXPECT_EQ(mask.row(head, row).size(), static_cast<std::size_t>(density * 200 + 0.5));
     }
     EXPECT_NEAR(mask.density(), density, 0.5 / 200);
     EXPECT_NE(mask, BlockPattern::random(density, 6).mask(64 * 200, 4, false));
@@ -154,7 +168,9 @@ TEST(BlockPatterns, DensityIsHonoured) {
 TEST(BlockPatterns, UnionWithAMaskOfOnesOwn) {
   const BlockMask own = some_mask(2, 10, 3);
   const BlockPattern both = BlockPattern::local_window(32, 16) | BlockPattern(own);
-  expect_mask(both.mask(160, 2, false), 2, [&](auto h, auto i, auto j) { return std::abs(i - j) <= 1 || own.active(h, i, j); }, both.to_string());
+  expect_mask(
+      both.mask(160, 2, false), 2, [&](auto h, auto i, auto j) { return std::abs(i - j) <= 1 || own.active(h, i, j); },
+      both.to_string());
   EXPECT_THROW(both.mask(161, 2, false), InvalidArgument);
   EXPECT_THROW(BlockPattern::local_window(32, 32) | BlockPattern(own), InvalidArgument);
 }
@@ -164,14 +180,19 @@ TEST(BlockPatterns, RandomTermsDrawByHeadBesideAMaskOfAllEntries) {
   const BlockMask own = some_mask(2 * 3, 20, 3);
   const BlockMask both = (BlockPattern::random(0.2, 9, 16) | BlockPattern(own)).mask(320, 3, false);
   const Predicate drawn = random_definition(0.2, 9, 20, false);
-  expect_mask(both, 6, [&](auto h, auto i, auto j) { return drawn(h % 3, i, j) || own.active(h, i, j); }, "2 entries of 3 heads");
+  expect_mask(
+      both, 6, [&](auto h, auto i, auto j) { return drawn(h % 3, i, j) || own.active(h, i, j); },
+      "2 entries of 3 heads");
 }
 
 TEST(BlockMask, SetOperations) {
   const BlockMask a = some_mask(3, 7, 1), b = some_mask(1, 7, 2);
-  expect_mask(a | b, 3, [&](auto h, auto i, auto j) { return a.active(h, i, j) || b.active(h, i, j); }, "union");
-  expect_mask(a & b, 3, [&](auto h, auto i, auto j) { return a.active(h, i, j) && b.active(h, i, j); }, "intersection");
-  expect_mask(a - b, 3, [&](auto h, auto i, auto j) { return a.active(h, i, j) && !b.active(h, i, j); }, "difference");
+  expect_mask(
+      a | b, 3, [&](auto h, auto i, auto j) { return a.active(h, i, j) || b.active(h, i, j); }, "union");
+  expect_mask(
+      a & b, 3, [&](auto h, auto i, auto j) { return a.active(h, i, j) && b.active(h, i, j); }, "intersection");
+  expect_mask(
+      a - b, 3, [&](auto h, auto i, auto j) { return a.active(h, i, j) && !b.active(h, i, j); }, "difference");
   EXPECT_EQ((a | b) - b, a - b);
   EXPECT_EQ((a - b).active_blocks() + (a & b).active_blocks(), a.active_blocks());
   EXPECT_THROW(a | some_mask(3, 8, 1), InvalidArgument);
@@ -239,13 +260,23 @@ TEST(BlockMask, FullAndPartialBlocks) {
 }
 
 TEST(BlockPatterns, TextReadsBack) {
-  const BlockPattern patterns[] = {BlockPattern::local_window(512), BlockPattern::strided(300, 32), BlockPattern::dilated_sparse({1, 2, 16}, 128),
-                                   BlockPattern::global_local(64, 512), BlockPattern::hierarchical(), BlockPattern::hierarchical({{16, -1}}, 16),
-                                   BlockPattern::random(1.0 / 3, 0xffffffffffffffffu), BlockPattern::adaptive(0.1, 128), BlockPattern::bigbird(),
-                                   BlockPattern::longformer(256), BlockPattern::parse("longformer"), some_mask(2, 4, 1), BlockPattern::local_window(64, 16) | BlockPattern(some_mask(2, 4, 1))};
+  const BlockPattern patterns[] = {BlockPattern::local_window(512),
+                                   BlockPattern::strided(300, 32),
+                                   BlockPattern::dilated_sparse({1, 2, 16}, 128),
+                                   BlockPattern::global_local(64, 512),
+                                   BlockPattern::hierarchical(),
+                                   BlockPattern::hierarchical({{16, -1}}, 16),
+                                   BlockPattern::random(1.0 / 3, 0xffffffffffffffffu),
+                                   BlockPattern::adaptive(0.1, 128),
+                                   BlockPattern::bigbird(),
+                                   BlockPattern::longformer(256),
+                                   BlockPattern::parse("longformer"),
+                                   some_mask(2, 4, 1),
+                                   BlockPattern::local_window(64, 16) | BlockPattern(some_mask(2, 4, 1))};
   for (const BlockPattern& pattern : patterns) {
     EXPECT_EQ(BlockPattern::parse(pattern.to_string()), pattern) << pattern.to_string();
-    for (const Pattern& whole : {Pattern::block_sparse(pattern), Pattern::dilated({64, 256}, {1, 4}).with_mask(1, pattern)}) {
+    for (const Pattern& whole :
+         {Pattern::block_sparse(pattern), Pattern::dilated({64, 256}, {1, 4}).with_mask(1, pattern)}) {
       EXPECT_EQ(Pattern::parse(whole.to_string()), whole) << whole.to_string();
       EXPECT_EQ(Pattern::parse(whole.to_string()).hash(), whole.hash());
     }
@@ -279,9 +310,27 @@ TEST(BlockPatterns, RefuseBadInput) {
   EXPECT_THROW(BlockMask::from_lists(16, 1, 2, {0, 2, 1}, {0}), InvalidArgument);
   EXPECT_THROW(BlockMask::from_lists(16, 1, 2, {0, 5, 1}, {0}), InvalidArgument);
   EXPECT_THROW(BlockMask::from_lists(16, 1, 2, {0, 1, 2}, {0, 2}), InvalidArgument);
-  for (const char* text : {"bigbird(", "bigbird(1,2,3,4,5)", "bigbird(64,64,0)", "random", "random(0)", "random(0.1,-1)", "local_window", "local_window()",
-                           "local_window(x)", "local_window(64) block=65", "hierarchical(64)", "+local_window(64)x", "+", "strided(64) 4/1",
-                           "adaptive(0.5)+strided(64)", "global_local(-1,64)", "global_local(<=-1,64)", "global_local(64,<=64)", "block_sparse", "block_sparse block=64", "longformer(1,2,3)"}) {
+  for (const char* text : {"bigbird(",
+                           "bigbird(1,2,3,4,5)",
+                           "bigbird(64,64,0)",
+                           "random",
+                           "random(0)",
+                           "random(0.1,-1)",
+                           "local_window",
+                           "local_window()",
+                           "local_window(x)",
+                           "local_window(64) block=65",
+                           "hierarchical(64)",
+                           "+local_window(64)x",
+                           "+",
+                           "strided(64) 4/1",
+                           "adaptive(0.5)+strided(64)",
+                           "global_local(-1,64)",
+                           "global_local(<=-1,64)",
+                           "global_local(64,<=64)",
+                           "block_sparse",
+                           "block_sparse block=64",
+                           "longformer(1,2,3)"}) {
     EXPECT_THROW(Pattern::parse(text), InvalidArgument) << text;
   }
 }
@@ -290,12 +339,14 @@ TEST(BlockPatterns, AdaptiveNeedsTheWholeSequence) {
   Problem problem;
   problem.tokens = problem.query_rows = 256;
   EXPECT_NO_THROW(Plan(Pattern::block_sparse(BlockPattern::adaptive(0.5)), {}, problem));
-  EXPECT_THROW(Plan(Pattern::longnet({128}, {1}).with_mask(0, BlockPattern::adaptive(0.5)), {}, problem), InvalidArgument);
-  EXPECT_THROW(Plan(Pattern::longnet({256}, {2}).with_mask(0, BlockPattern::adaptive(0.5)), {}, problem), InvalidArgument);
+  EXPECT_THROW(Plan(Pattern::longnet({128}, {1}).with_mask(0, BlockPattern::adaptive(0.5)), {}, problem),
+               InvalidArgument);
+  EXPECT_THROW(Plan(Pattern::longnet({256}, {2}).with_mask(0, BlockPattern::adaptive(0.5)), {}, problem),
+               InvalidArgument);
 }
 
-// A million tokens in 8,192 block rows: 67 million Philox words, and lists of the active blocks only. bench/block_plan.py has
-// the time; the bound here only catches what grows with the square in memory or allocations.
+// A million tokens in 8,192 block rows: 67 million Philox words, and lists of the active blocks only.
+// bench/block_plan.py has the time; the bound here only catches what grows with the square in memory or allocations.
 TEST(BlockPatterns, MillionTokensPlanQuickly) {
   Problem problem;
   problem.tokens = problem.query_rows = 1 << 20;

@@ -9,8 +9,12 @@ struct CpuEngine {
   static std::string missing() { return {}; }
   static void expect_matches(const Case& c) { c.expect_matches(); }
   static Results run(const Case& c, bool gradients = true) { return c.run("", gradients); }
-  static BlockMask adaptive(const Case& c) { return adaptive_mask(Attention(c.pattern, c.options), c.q.view(), c.k.view(), c.call()); }
-  static AttentionBlocks blocks(const Case& c, int size) { return attention_blocks(Attention(c.pattern, c.options), c.q.view(), c.k.view(), c.call(), size); }
+  static BlockMask adaptive(const Case& c) {
+    return adaptive_mask(Attention(c.pattern, c.options), c.q.view(), c.k.view(), c.call());
+  }
+  static AttentionBlocks blocks(const Case& c, int size) {
+    return attention_blocks(Attention(c.pattern, c.options), c.q.view(), c.k.view(), c.call(), size);
+  }
   static Tensor received(const Case& c) {
     Tensor received = Tensor::lse(DType::f32, c.shape.batch, c.shape.tokens, c.shape.heads);
     attention_received(Attention(c.pattern, c.options), c.q.view(), c.k.view(), received.view(), c.call());
@@ -47,7 +51,8 @@ TEST(BlockSparseBits, BitsDoNotDependOnThreads) {
   set_num_threads(5);
   const Results five = c.run();
   set_num_threads(before);
-  EXPECT_TRUE(same_bits(one.out, five.out) && same_bits(one.dq, five.dq) && same_bits(one.dk, five.dk) && same_bits(one.dv, five.dv));
+  EXPECT_TRUE(same_bits(one.out, five.out) && same_bits(one.dq, five.dq) && same_bits(one.dk, five.dk) &&
+              same_bits(one.dv, five.dv));
 }
 
 // "ignored density": what runs keeps what was asked for; a tenth of the blocks is a tenth of the pairs.
@@ -61,7 +66,8 @@ TEST(EarlierBugs, IgnoredDensity) {
 }
 
 TEST(Adaptive, FullDensityHasTheBitsOfDense) {
-  const Case all(Pattern::block_sparse(BlockPattern::adaptive(1.0, 16)), {}, {1, 90, 2, 2, 8}), dense(Pattern::dense(), {}, {1, 90, 2, 2, 8});
+  const Case all(Pattern::block_sparse(BlockPattern::adaptive(1.0, 16)), {}, {1, 90, 2, 2, 8}),
+      dense(Pattern::dense(), {}, {1, 90, 2, 2, 8});
   EXPECT_TRUE(same_bits(all.run().out, dense.run().out));
 }
 
@@ -79,7 +85,8 @@ TEST(Picture, ShowsWhatAttends) {
   const PatternPicture window = picture(Plan(Pattern::block_sparse(BlockPattern::local_window(32, 16)), {}, problem));
   ASSERT_EQ(window.cells, 16);
   for (std::int64_t row = 0; row < 16; ++row) {
-    for (std::int64_t column = 0; column < 16; ++column) EXPECT_EQ(window.at(row, column) > 0, std::abs(row - column) <= 1);
+    for (std::int64_t column = 0; column < 16; ++column)
+      EXPECT_EQ(window.at(row, column) > 0, std::abs(row - column) <= 1);
   }
   EXPECT_EQ(window.to_text(true).substr(0, 8), "####....");
   EXPECT_NE(window.to_svg("a < b").find("a &lt; b"), std::string::npos);

@@ -27,7 +27,8 @@ std::vector<std::byte> bits(const Tensor& tensor) {
   const std::size_t size = static_cast<std::size_t>(size_of(tensor.view().dtype));
   const ConstTensorView view = tensor.view();
   tensor.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t column) {
-    const std::byte* const at = static_cast<const std::byte*>(view.data) + (view.offset(b, row, head) + column) * static_cast<std::int64_t>(size);
+    const std::byte* const at = static_cast<const std::byte*>(view.data) +
+                                (view.offset(b, row, head) + column) * static_cast<std::int64_t>(size);
     all.insert(all.end(), at, at + size);
   });
   return all;
@@ -81,12 +82,15 @@ TEST_P(CpuEngine, RowsHaveTheSameBitsWhoeverIsComputedWithThem) {
         chosen.kernel = kernel;
         Call call;
         call.query_ranges = std::span<const RowRange>(&range, 1);
-        Attention(pattern, chosen).forward(std::as_const(q).view(), whole.k.view(), whole.v.view(), out.view(), lse.view(), call);
+        Attention(pattern, chosen)
+            .forward(std::as_const(q).view(), whole.k.view(), whole.v.view(), out.view(), lse.view(), call);
         for (std::int64_t row = 0; row < range.count; ++row) {
           for (std::int64_t head = 0; head < 4; ++head) {
-            ASSERT_EQ(lse.at(0, row, head, 0), all.lse.at(0, range.start + row, head, 0)) << kernel << " row " << range.start + row;
+            ASSERT_EQ(lse.at(0, row, head, 0), all.lse.at(0, range.start + row, head, 0))
+                << kernel << " row " << range.start + row;
             for (std::int64_t d = 0; d < 24; ++d) {
-              ASSERT_EQ(out.at(0, row, head, d), all.out.at(0, range.start + row, head, d)) << kernel << " row " << range.start + row;
+              ASSERT_EQ(out.at(0, row, head, d), all.out.at(0, range.start + row, head, d))
+                  << kernel << " row " << range.start + row;
             }
           }
         }
@@ -139,7 +143,8 @@ TEST(CpuEngineMemory, StaysWithinItsBounds) {
   constexpr std::size_t kMebibyte = 1024 * 1024;
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     for (const std::int64_t head_dim : {8, 64, 128, 256}) {
-      for (const Pattern& pattern : {Pattern::dense(), Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}), Pattern::longnet({1024, 32768}, {1, 8})}) {
+      for (const Pattern& pattern : {Pattern::dense(), Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}),
+                                     Pattern::longnet({1024, 32768}, {1, 8})}) {
         for (const std::int64_t kv_heads : {8, 1}) {
           Problem problem;
           problem.dtype = dtype;
@@ -155,9 +160,11 @@ TEST(CpuEngineMemory, StaysWithinItsBounds) {
             for (const int threads : {1, 4, 16}) {
               const std::size_t own = static_cast<std::size_t>(threads) * kMebibyte;
               const std::size_t forward = lse + (mixed && dtype != DType::f32 ? accumulator : 0) + 8 * own;
-              EXPECT_LE(kernel->workspace_bytes(plan, Pass::forward, threads), forward) << kernel->name << " " << head_dim;
+              EXPECT_LE(kernel->workspace_bytes(plan, Pass::forward, threads), forward)
+                  << kernel->name << " " << head_dim;
               const std::size_t backward = (dtype != DType::f32 ? 3 * accumulator : 0) + 16 * own;
-              EXPECT_LE(kernel->workspace_bytes(plan, Pass::backward, threads), backward) << kernel->name << " " << head_dim;
+              EXPECT_LE(kernel->workspace_bytes(plan, Pass::backward, threads), backward)
+                  << kernel->name << " " << head_dim;
             }
           }
         }

@@ -1,5 +1,5 @@
-// One test for each row of "known bugs of earlier implementations" that applies to one device, named after it. Each runs on
-// every kernel of this machine.
+// One test for each row of "known bugs of earlier implementations" that applies to one device, named after it. Each
+// runs on every kernel of this machine.
 #include <cmath>
 
 #include "support/case.h"
@@ -11,7 +11,8 @@ class KnownBugs : public ::testing::TestWithParam<std::string> {};
 
 /// out of a case whose v is all ones: the sum of each row's weights.
 void expect_rows_sum_to_one(Case c, const std::string& kernel, double factor = 1) {
-  c.v.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) { c.v.set(b, row, head, d, 1); });
+  c.v.for_each(
+      [&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) { c.v.set(b, row, head, d, 1); });
   const Results r = c.run(kernel, false);
   r.out.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
     const bool covered = std::isfinite(r.lse.at(b, row, head));
@@ -35,7 +36,9 @@ TEST_P(KnownBugs, SoftmaxRunsOverTokensNotHeads) {
 TEST_P(KnownBugs, UnequalHeadGroupsWriteEveryHead) {  // H = 12, 5 groups: heads 10 and 11 were left unwritten
   Case c(Pattern::dilated({16, 16, 16, 16, 16}, {1, 1, 1, 1, 1}), {}, {1, 32, 12, 12, 8});
   const Results r = c.run(GetParam(), false);
-  r.out.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) { EXPECT_TRUE(std::isfinite(r.out.at(b, row, head, d)) && r.out.at(b, row, head, d) != 0); });
+  r.out.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+    EXPECT_TRUE(std::isfinite(r.out.at(b, row, head, d)) && r.out.at(b, row, head, d) != 0);
+  });
   expect_rows_sum_to_one(c, GetParam());
 }
 
@@ -68,7 +71,8 @@ TEST_P(KnownBugs, CausalDilationNeverSeesTheFuture) {
       const Results after = other.run(GetParam(), false);
       for (std::int64_t row = 0; row < changed; ++row) {
         for (std::int64_t head = 0; head < 4; ++head) {
-          for (std::int64_t d = 0; d < 8; ++d) EXPECT_EQ(before.out.at(0, row, head, d), after.out.at(0, row, head, d)) << row;
+          for (std::int64_t d = 0; d < 8; ++d)
+            EXPECT_EQ(before.out.at(0, row, head, d), after.out.at(0, row, head, d)) << row;
         }
       }
     }
@@ -79,7 +83,8 @@ TEST_P(KnownBugs, BlockSparseHasOneSoftmaxNotOnePerBlock) {
   for (const bool causal : {false, true}) {
     Options options;
     options.causal = causal;
-    Case c(Pattern::block_sparse(BlockMask::from_rows(16, 1, 4, {{0, 1, 2, 3}, {0, 1}, {0, 2}, {1, 2, 3}})), options, {1, 64, 2, 2, 8});
+    Case c(Pattern::block_sparse(BlockMask::from_rows(16, 1, 4, {{0, 1, 2, 3}, {0, 1}, {0, 2}, {1, 2, 3}})), options,
+           {1, 64, 2, 2, 8});
     expect_rows_sum_to_one(c, GetParam());
   }
 }
@@ -88,7 +93,8 @@ TEST_P(KnownBugs, SegmentsThatDilationDoesNotDivideAreNotShifted) {  // w % r !=
   Case c(Pattern::longnet({10}, {4}, PhaseRule::torchscale), {}, {1, 40, 4, 4, 8});
   const Results r = c.run(GetParam(), false);
   for (std::int64_t row = 0; row < 40; ++row) {
-    for (std::int64_t head = 0; head < 4; ++head) EXPECT_EQ(std::isfinite(r.lse.at(0, row, head)), row % 10 % 4 == head) << row << " " << head;
+    for (std::int64_t head = 0; head < 4; ++head)
+      EXPECT_EQ(std::isfinite(r.lse.at(0, row, head)), row % 10 % 4 == head) << row << " " << head;
   }
   c.expect_matches(false);
 }
@@ -113,12 +119,20 @@ TEST_P(KnownBugs, PaddedEntryEqualsTheEntryRunAlone) {
     both.lengths = {50, 27};
     const Results padded = both.run(GetParam());
     Case alone(pattern, options, {1, 27, 4, 4, 8});
-    for (auto [target, source] : {std::pair{&alone.q, &both.q}, {&alone.k, &both.k}, {&alone.v, &both.v}, {&alone.dout, &both.dout}}) {
-      target->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) { target->set(0, row, head, d, source->at(1, row, head, d)); });
+    for (auto [target, source] :
+         {std::pair{&alone.q, &both.q}, {&alone.k, &both.k}, {&alone.v, &both.v}, {&alone.dout, &both.dout}}) {
+      target->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
+        target->set(0, row, head, d, source->at(1, row, head, d));
+      });
     }
     const Results single = alone.run(GetParam());
-    for (auto [one, of_two] : {std::pair{&single.out, &padded.out}, {&single.dq, &padded.dq}, {&single.dk, &padded.dk}, {&single.dv, &padded.dv}}) {
-      one->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) { EXPECT_NEAR(one->at(0, row, head, d), of_two->at(1, row, head, d), 1e-5); });
+    for (auto [one, of_two] : {std::pair{&single.out, &padded.out},
+                               {&single.dq, &padded.dq},
+                               {&single.dk, &padded.dk},
+                               {&single.dv, &padded.dv}}) {
+      one->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
+        EXPECT_NEAR(one->at(0, row, head, d), of_two->at(1, row, head, d), 1e-5);
+      });
     }
     for (std::int64_t row = 27; row < 50; ++row) EXPECT_EQ(padded.out.at(1, row, 0, 0), 0);
   }
@@ -133,12 +147,18 @@ TEST_P(KnownBugs, DecodingEqualsTheFullForward) {  // wrong in torchscale once l
   for (std::int64_t position = 0; position < 40; ++position) {
     // What a decoder has: the keys so far, and one query.
     Case step(pattern, options, {1, position + 1, 3, 3, 8}, DType::f32, Layout::bnhd, {{position, 1}});
-    step.q.for_each([&](std::int64_t, std::int64_t, std::int64_t head, std::int64_t d) { step.q.set(0, 0, head, d, whole.q.at(0, position, head, d)); });
+    step.q.for_each([&](std::int64_t, std::int64_t, std::int64_t head, std::int64_t d) {
+      step.q.set(0, 0, head, d, whole.q.at(0, position, head, d));
+    });
     for (auto [target, source] : {std::pair{&step.k, &whole.k}, {&step.v, &whole.v}}) {
-      target->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) { target->set(0, row, head, d, source->at(0, row, head, d)); });
+      target->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
+        target->set(0, row, head, d, source->at(0, row, head, d));
+      });
     }
     const Results one = step.run(GetParam(), false);
-    one.out.for_each([&](std::int64_t, std::int64_t, std::int64_t head, std::int64_t d) { EXPECT_NEAR(one.out.at(0, 0, head, d), full.out.at(0, position, head, d), 1e-6); });
+    one.out.for_each([&](std::int64_t, std::int64_t, std::int64_t head, std::int64_t d) {
+      EXPECT_NEAR(one.out.at(0, 0, head, d), full.out.at(0, position, head, d), 1e-6);
+    });
   }
 }
 
@@ -157,9 +177,13 @@ TEST_P(KnownBugs, TwoEmptyBranchesGiveMinusInfinityNotNaN) {
   c.key_mask.assign(32, 0);
   const Results r = c.run(GetParam());
   for (const Tensor* tensor : {&r.out, &r.dq, &r.dk, &r.dv}) {
-    tensor->for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) { EXPECT_EQ(tensor->at(b, row, head, d), 0); });
+    tensor->for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+      EXPECT_EQ(tensor->at(b, row, head, d), 0);
+    });
   }
-  r.lse.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t) { EXPECT_EQ(r.lse.at(b, row, head), -INFINITY); });
+  r.lse.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t) {
+    EXPECT_EQ(r.lse.at(b, row, head), -INFINITY);
+  });
 }
 
 std::string test_name(const ::testing::TestParamInfo<std::string>& info) {
@@ -188,10 +212,16 @@ TEST_P(Bits, ChunkedQueriesEqualTheWhole) {
       for (std::int64_t start = 0; start < 333; start += chunk == 1 ? 41 : chunk) {
         const std::int64_t count = std::min(chunk, 333 - start);
         Case part(pattern, options, {1, 333, 3, 3, 40}, dtype(), Layout::bnhd, {{start, count}});
-        part.q.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) { part.q.set(0, row, head, d, whole.q.at(0, start + row, head, d)); });
+        part.q.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
+          part.q.set(0, row, head, d, whole.q.at(0, start + row, head, d));
+        });
         const Results r = part.run(kernel(), false);
-        r.out.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) { EXPECT_EQ(r.out.at(0, row, head, d), all.out.at(0, start + row, head, d)) << start + row; });
-        r.lse.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t) { EXPECT_EQ(r.lse.at(0, row, head), all.lse.at(0, start + row, head)); });
+        r.out.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
+          EXPECT_EQ(r.out.at(0, row, head, d), all.out.at(0, start + row, head, d)) << start + row;
+        });
+        r.lse.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t) {
+          EXPECT_EQ(r.lse.at(0, row, head), all.lse.at(0, start + row, head));
+        });
       }
     }
   }
@@ -237,7 +267,10 @@ TEST_P(Bits, PiecesEqualTheContiguous) {
     // Three stretches, the middle one as its even and its odd positions.
     auto even_k = rows(c.k, 90, 30), even_v = rows(c.v, 90, 30), odd_k = rows(c.k, 91, 30), odd_v = rows(c.v, 91, 30);
     for (ConstTensorView* view : {&even_k, &even_v, &odd_k, &odd_v}) view->strides[1] *= 2;
-    other.pieces = {{0, 1, rows(c.k, 0, 90), rows(c.v, 0, 90)}, {90, 2, even_k, even_v}, {91, 2, odd_k, odd_v}, {150, 1, rows(c.k, 150, 80), rows(c.v, 150, 80)}};
+    other.pieces = {{0, 1, rows(c.k, 0, 90), rows(c.v, 0, 90)},
+                    {90, 2, even_k, even_v},
+                    {91, 2, odd_k, odd_v},
+                    {150, 1, rows(c.k, 150, 80), rows(c.v, 150, 80)}};
     const Results pieced = other.run(kernel());
     EXPECT_EQ(whole.out, pieced.out);
     EXPECT_EQ(whole.lse, pieced.lse);
@@ -248,7 +281,8 @@ TEST_P(Bits, PiecesEqualTheContiguous) {
 }
 
 TEST_P(Bits, AnyNumberOfThreadsGivesTheSame) {
-  for (const Pattern& pattern : {Pattern::dense(), Pattern::dilated({64, 200}, {1, 3}), Pattern::longnet({64, 300}, {1, 3})}) {
+  for (const Pattern& pattern :
+       {Pattern::dense(), Pattern::dilated({64, 200}, {1, 3}), Pattern::longnet({64, 300}, {1, 3})}) {
     for (const bool causal : {false, true}) {
       Options options;
       options.causal = causal;
@@ -327,9 +361,12 @@ TEST_P(Bits, NaNStaysInItsStrandAndReachesAllOfIt) {
   for (std::int64_t row = 0; row < 40; ++row) EXPECT_EQ(std::isnan(r.out.at(0, row, 0, 0)), row == 7) << row;
 }
 
-INSTANTIATE_TEST_SUITE_P(EveryKernel, Bits, ::testing::Combine(::testing::ValuesIn(kernels_here()), ::testing::Values(DType::f32, DType::bf16, DType::f16)),
+INSTANTIATE_TEST_SUITE_P(EveryKernel, Bits,
+                         ::testing::Combine(::testing::ValuesIn(kernels_here()),
+                                            ::testing::Values(DType::f32, DType::bf16, DType::f16)),
                          [](const auto& parameter) {
-                           std::string name = std::get<0>(parameter.param) + "_" + std::string(name_of(std::get<1>(parameter.param)));
+                           std::string name =
+                               std::get<0>(parameter.param) + "_" + std::string(name_of(std::get<1>(parameter.param)));
                            std::replace(name.begin(), name.end(), '-', '_');
                            return name;
                          });

@@ -5,11 +5,14 @@
 namespace longspan::testing {
 namespace {
 
-std::vector<NamedPattern> patterns() { return suite_patterns({{16, 32, 64}, {23, 50}, {16, 48, 1024}, {20, 57, 100}, 16}); }
+std::vector<NamedPattern> patterns() {
+  return suite_patterns({{16, 32, 64}, {23, 50}, {16, 48, 1024}, {20, 57, 100}, 16});
+}
 
 std::vector<NamedShape> shapes() {
-  return {{"even", {1, 128, 4, 4, 32}}, {"ragged", {2, 101, 5, 5, 24}}, {"grouped_queries", {1, 131, 6, 2, 16}}, {"tiny", {1, 3, 3, 1, 8}},
-          {"odd_dim", {1, 67, 3, 3, 13}}, {"wide", {1, 70, 3, 3, 160}}, {"longer", {1, 700, 3, 3, 64}}};
+  return {{"even", {1, 128, 4, 4, 32}},  {"ragged", {2, 101, 5, 5, 24}}, {"grouped_queries", {1, 131, 6, 2, 16}},
+          {"tiny", {1, 3, 3, 1, 8}},     {"odd_dim", {1, 67, 3, 3, 13}}, {"wide", {1, 70, 3, 3, 160}},
+          {"longer", {1, 700, 3, 3, 64}}};
 }
 
 class MatchesReference : public ::testing::TestWithParam<SuiteParameters> {};
@@ -65,7 +68,9 @@ TEST_P(EveryKernelOption, Lengths) {
     Case c = make(options);
     c.lengths = {97, 0};
     c.expect_matches();
-    c.pattern = Pattern::longnet({24, 120}, {1, 3}, PhaseRule::torchscale).with_pad_keys().with_long_segments(LongSegments::skip);
+    c.pattern = Pattern::longnet({24, 120}, {1, 3}, PhaseRule::torchscale)
+                    .with_pad_keys()
+                    .with_long_segments(LongSegments::skip);
     c.lengths = {150, 61};
     c.expect_matches();
   }

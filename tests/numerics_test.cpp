@@ -78,7 +78,8 @@ TEST(Names, DTypesAndDevices) {
   EXPECT_EQ(parse_device("cuda:3"), (Device{DeviceType::cuda, 3}));
   EXPECT_EQ(to_string(parse_device("cuda")), "cuda:0");
   EXPECT_EQ(to_string(parse_device("cpu")), "cpu");
-  for (const char* name : {"gpu", "cuda:", "cuda:x", "cuda:-1", ""}) EXPECT_THROW(parse_device(name), InvalidArgument) << name;
+  for (const char* name : {"gpu", "cuda:", "cuda:x", "cuda:-1", ""})
+    EXPECT_THROW(parse_device(name), InvalidArgument) << name;
 }
 
 }  // namespace

@@ -18,18 +18,19 @@ BlockMask some_mask(std::int64_t heads, std::int64_t blocks, unsigned seed) {
 }
 
 std::vector<Pattern> many_patterns() {
-  std::vector<Pattern> patterns = {Pattern::dense(),
-                                   Pattern::dense().with_output_scale(1.0 / 3).with_pad_keys(),
-                                   Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}),
-                                   Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}).with_output_scale(1.0 / 3),
-                                   Pattern::dilated({1}, {7}),
-                                   Pattern::longnet({1024, 5792, 32768, 185363, 1048576}, {1, 2, 4, 8, 16}, PhaseRule::torchscale).with_pad_keys(),
-                                   Pattern::longnet({64, kWholeSequence}, {1, 512}).with_long_segments(LongSegments::skip),
-                                   Pattern::longnet({kWholeSequence}, {1}),
-                                   Pattern::block_sparse(some_mask(1, 5, 1)),
-                                   Pattern::block_sparse(some_mask(3, 4, 2)).with_pad_keys(),
-                                   Pattern::longnet({64, 256}, {1, 4}).with_mask(1, some_mask(2, 3, 3)),
-                                   Pattern::block_sparse(BlockMask::from_rows(128, 1, 3, {{}, {0, 2}, {0, 1, 2}}))};
+  std::vector<Pattern> patterns = {
+      Pattern::dense(),
+      Pattern::dense().with_output_scale(1.0 / 3).with_pad_keys(),
+      Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}),
+      Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}).with_output_scale(1.0 / 3),
+      Pattern::dilated({1}, {7}),
+      Pattern::longnet({1024, 5792, 32768, 185363, 1048576}, {1, 2, 4, 8, 16}, PhaseRule::torchscale).with_pad_keys(),
+      Pattern::longnet({64, kWholeSequence}, {1, 512}).with_long_segments(LongSegments::skip),
+      Pattern::longnet({kWholeSequence}, {1}),
+      Pattern::block_sparse(some_mask(1, 5, 1)),
+      Pattern::block_sparse(some_mask(3, 4, 2)).with_pad_keys(),
+      Pattern::longnet({64, 256}, {1, 4}).with_mask(1, some_mask(2, 3, 3)),
+      Pattern::block_sparse(BlockMask::from_rows(128, 1, 3, {{}, {0, 2}, {0, 1, 2}}))};
   return patterns;
 }
 
@@ -63,12 +64,32 @@ TEST(PatternText, VersionMayBeLeftOut) {
 }
 
 TEST(PatternText, RefusesNonsense) {
-  for (const char* text : {"", "longspan/2 dense", "longspan/1", "cubist 1/1", "dilated", "dilated 2048", "dilated 2048/", "dilated /1", "dilated 0/1",
-                           "dilated 4/0", "dilated -4/1", "dilated 4/1x", "dense 4/1", "dilated phase=paper 4/1", "longnet phase=other 4/1",
-                           "longnet 4/1 output_scale=nan", "longnet 4/1 output_scale=", "longnet 99999999999999999999/1", "longnet 4/1{", "longnet 4/1{}",
-                           "longnet 4/1{block=16 heads=1 blocks=1 rows=0}", "longnet 4/1{block=16 heads=1 blocks=1 rows=1;}",
-                           "longnet 4/1{block=17 heads=1 blocks=1 rows=0;}", "longnet 4/1{block=16 heads=1 blocks=1 rows=0;}x",
-                           "longnet 4/1{block=16 heads=1 blocks=2000000000 rows=0-1999999999;}", "longnet 4/1{block=16 heads=1 blocks=2 rows=1,0;;}"}) {
+  for (const char* text : {"",
+                           "longspan/2 dense",
+                           "longspan/1",
+                           "cubist 1/1",
+                           "dilated",
+                           "dilated 2048",
+                           "dilated 2048/",
+                           "dilated /1",
+                           "dilated 0/1",
+                           "dilated 4/0",
+                           "dilated -4/1",
+                           "dilated 4/1x",
+                           "dense 4/1",
+                           "dilated phase=paper 4/1",
+                           "longnet phase=other 4/1",
+                           "longnet 4/1 output_scale=nan",
+                           "longnet 4/1 output_scale=",
+                           "longnet 99999999999999999999/1",
+                           "longnet 4/1{",
+                           "longnet 4/1{}",
+                           "longnet 4/1{block=16 heads=1 blocks=1 rows=0}",
+                           "longnet 4/1{block=16 heads=1 blocks=1 rows=1;}",
+                           "longnet 4/1{block=17 heads=1 blocks=1 rows=0;}",
+                           "longnet 4/1{block=16 heads=1 blocks=1 rows=0;}x",
+                           "longnet 4/1{block=16 heads=1 blocks=2000000000 rows=0-1999999999;}",
+                           "longnet 4/1{block=16 heads=1 blocks=2 rows=1,0;;}"}) {
     EXPECT_THROW(Pattern::parse(text), InvalidArgument) << text;
   }
 }

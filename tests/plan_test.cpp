@@ -27,7 +27,8 @@ double brute_force_pairs(const BranchPlan& branch, std::int64_t tokens, bool cau
   for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
     for (std::int64_t i = 0; i < tokens; ++i) {
       if (!branch.covers(head, i)) continue;
-      for (std::int64_t j = 0; j < tokens; ++j) pairs += i / branch.segment == j / branch.segment && branch.covers(head, j) && (!causal || j <= i);
+      for (std::int64_t j = 0; j < tokens; ++j)
+        pairs += i / branch.segment == j / branch.segment && branch.covers(head, j) && (!causal || j <= i);
     }
   }
   return pairs;
@@ -58,7 +59,8 @@ TEST(Plan, StrandsAndPairsEqualBruteForce) {
         std::set<std::int64_t> rows;
         for (std::int64_t s = 0; s < branch.segments(tokens); ++s) {
           const Strand strand = branch.strand(head, s, tokens);
-          for (std::int64_t t = 0; t < strand.count; ++t) EXPECT_TRUE(rows.insert(strand.start + t * strand.stride).second);
+          for (std::int64_t t = 0; t < strand.count; ++t)
+            EXPECT_TRUE(rows.insert(strand.start + t * strand.stride).second);
         }
         for (std::int64_t i = 0; i < tokens; ++i) EXPECT_EQ(rows.count(i) == 1, branch.covers(head, i));
       }
@@ -175,7 +177,8 @@ TEST(PlanCache, ManyThreadsShareIt) {
   std::vector<std::thread> threads;
   for (int t = 0; t < 8; ++t) {
     threads.emplace_back([&, t] {
-      for (std::int64_t i = 0; i < 200; ++i) EXPECT_EQ(attention.plan(problem_of(1 + (i * (t + 1)) % 17, 1))->problem().tokens, 1 + (i * (t + 1)) % 17);
+      for (std::int64_t i = 0; i < 200; ++i)
+        EXPECT_EQ(attention.plan(problem_of(1 + (i * (t + 1)) % 17, 1))->problem().tokens, 1 + (i * (t + 1)) % 17);
     });
   }
   for (auto& thread : threads) thread.join();

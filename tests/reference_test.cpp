@@ -69,7 +69,8 @@ std::vector<Variant> variants() {
           {"groups", Pattern::dilated({5, 9}, {1, 3}), make_options(false)},
           {"mixed", mixed, make_options(false)},
           {"mixed_causal", mixed, make_options(true)},
-          {"pad_keys", Pattern::longnet({6, 11, 40}, {1, 2, 3}, PhaseRule::torchscale).with_pad_keys(), make_options(false)},
+          {"pad_keys", Pattern::longnet({6, 11, 40}, {1, 2, 3}, PhaseRule::torchscale).with_pad_keys(),
+           make_options(false)},
           {"dropout", mixed, make_options(false, 0.4)},
           {"lengths", mixed, make_options(false), true},
           {"key_mask", mixed, make_options(true), false, true},
@@ -103,7 +104,9 @@ TEST_P(CentralDifferences, EqualGradients) {
   const auto loss = [&] {
     const Results r = c.run("reference", false);
     double sum = 0;
-    r.out.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) { sum += r.out.at(b, row, head, d) * c.dout.at(b, row, head, d); });
+    r.out.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+      sum += r.out.at(b, row, head, d) * c.dout.at(b, row, head, d);
+    });
     if (c.dlse) {
       r.lse.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t) {
         if (std::isfinite(r.lse.at(b, row, head))) sum += r.lse.at(b, row, head) * c.dlse->at(b, row, head);
@@ -121,7 +124,8 @@ TEST_P(CentralDifferences, EqualGradients) {
       input.set(b, row, head, d, value - step);
       const double below = loss();
       input.set(b, row, head, d, value);
-      EXPECT_NEAR(gradient.at(b, row, head, d), (above - below) / (2 * step), 1e-7) << name << " " << b << " " << row << " " << head << " " << d;
+      EXPECT_NEAR(gradient.at(b, row, head, d), (above - below) / (2 * step), 1e-7)
+          << name << " " << b << " " << row << " " << head << " " << d;
     });
   };
   check("dq", c.q, analytic.dq);
@@ -155,7 +159,9 @@ TEST(Reference, DetachedMixHoldsWeightsConstant) {
       dq.set(b, row, head, d, dq.at(b, row, head, d) + gradient.dq.at(b, row, head, d));
     });
   }
-  dq.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) { EXPECT_NEAR(joint.dq.at(b, row, head, d), dq.at(b, row, head, d), 1e-12); });
+  dq.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+    EXPECT_NEAR(joint.dq.at(b, row, head, d), dq.at(b, row, head, d), 1e-12);
+  });
 }
 
 }  // namespace

@@ -30,7 +30,9 @@ __attribute__((noinline)) void* operator new(std::size_t size, std::align_val_t 
 __attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
 __attribute__((noinline)) void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 __attribute__((noinline)) void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-__attribute__((noinline)) void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, std::size_t, std::align_val_t) noexcept {
+  std::free(memory);
+}
 
 namespace longspan::testing {
 namespace {
@@ -48,7 +50,8 @@ TEST_P(SteadyState, SecondCallAllocatesAndPlansNothing) {
       const Attention attention(pattern, options);
       const auto step = [&] {
         attention.forward(c.q.view(), c.k.view(), c.v.view(), out.view(), lse.view());
-        attention.backward(c.q.view(), c.k.view(), c.v.view(), out.view(), lse.view(), c.dout.view(), dq.view(), dk.view(), dv.view());
+        attention.backward(c.q.view(), c.k.view(), c.v.view(), out.view(), lse.view(), c.dout.view(), dq.view(),
+                           dk.view(), dv.view());
       };
       step();
       const long before = allocations.load();
@@ -70,11 +73,12 @@ std::vector<std::string> kernels_that_promise_it() {
   return names;
 }
 
-INSTANTIATE_TEST_SUITE_P(EveryKernel, SteadyState, ::testing::ValuesIn(kernels_that_promise_it()), [](const auto& parameter) {
-  std::string name = parameter.param;
-  std::replace(name.begin(), name.end(), '-', '_');
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(EveryKernel, SteadyState, ::testing::ValuesIn(kernels_that_promise_it()),
+                         [](const auto& parameter) {
+                           std::string name = parameter.param;
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
 
 TEST(Workspace, TheCallersOwnIsEnough) {
   for (const std::string& kernel : kernels_that_promise_it()) {
@@ -95,12 +99,14 @@ TEST(Workspace, TheCallersOwnIsEnough) {
     own.dk.poison();
     own.dv.poison();
     attention.forward(c.q.view(), c.k.view(), c.v.view(), own.out.view(), own.lse.view(), call);
-    attention.backward(c.q.view(), c.k.view(), c.v.view(), std::as_const(own.out).view(), std::as_const(own.lse).view(), c.dout.view(), own.dq.view(), own.dk.view(), own.dv.view(), call);
+    attention.backward(c.q.view(), c.k.view(), c.v.view(), std::as_const(own.out).view(), std::as_const(own.lse).view(),
+                       c.dout.view(), own.dq.view(), own.dk.view(), own.dv.view(), call);
     EXPECT_EQ(own.out, pooled.out) << kernel;
     EXPECT_EQ(own.dq, pooled.dq) << kernel;
     EXPECT_EQ(own.dk, pooled.dk) << kernel;
     EXPECT_EQ(own.dv, pooled.dv) << kernel;
-    for (std::size_t i = static_cast<std::size_t>(static_cast<std::byte*>(call.workspace) - storage.data()) + bytes; i < storage.size(); ++i) {
+    for (std::size_t i = static_cast<std::size_t>(static_cast<std::byte*>(call.workspace) - storage.data()) + bytes;
+         i < storage.size(); ++i) {
       EXPECT_EQ(storage[i], std::byte{0xA5}) << kernel << " wrote beyond its workspace";
     }
   }

@@ -67,7 +67,11 @@ TEST(ParallelFor, AWorkerIndexBelongsToOneThread) {
 
 TEST(ParallelFor, RethrowsAndGoesOn) {
   for (int round = 0; round < 20; ++round) {
-    EXPECT_THROW(parallel_for(4, 100, {}, [](int, std::int64_t item) { if (item == 37) throw std::runtime_error("37"); }), std::runtime_error);
+    EXPECT_THROW(parallel_for(4, 100, {},
+                              [](int, std::int64_t item) {
+                                if (item == 37) throw std::runtime_error("37");
+                              }),
+                 std::runtime_error);
     std::atomic<int> runs{0};
     parallel_for(4, 100, {}, [&](int, std::int64_t) { ++runs; });
     EXPECT_EQ(runs, 100);
@@ -76,7 +80,12 @@ TEST(ParallelFor, RethrowsAndGoesOn) {
 
 TEST(ParallelFor, NestedLoopsRun) {
   std::atomic<int> runs{0};
-  parallel_for(4, 10, {}, [&](int, std::int64_t) { parallel_for(4, 10, {}, [&](int worker, std::int64_t) { EXPECT_EQ(worker, 0); ++runs; }); });
+  parallel_for(4, 10, {}, [&](int, std::int64_t) {
+    parallel_for(4, 10, {}, [&](int worker, std::int64_t) {
+      EXPECT_EQ(worker, 0);
+      ++runs;
+    });
+  });
   EXPECT_EQ(runs, 100);
 }
 
@@ -136,7 +145,11 @@ TEST(ParallelFor, CancelStopsWithin) {
   std::atomic<bool> cancel{false};
   std::atomic<std::int64_t> runs{0};
   const LoopControl control{&cancel, nullptr};
-  EXPECT_THROW(parallel_for(4, 1000000, control, [&](int, std::int64_t) { if (++runs == 100) cancel = true; }), Cancelled);
+  EXPECT_THROW(parallel_for(4, 1000000, control,
+                            [&](int, std::int64_t) {
+                              if (++runs == 100) cancel = true;
+                            }),
+               Cancelled);
   EXPECT_LT(runs, 1000000);
 }
 

@@ -126,7 +126,9 @@ std::string CheckCase::to_string() const {
 
 std::vector<CheckCase> check_grid() {
   const std::vector<Pattern> patterns = {
-      Pattern::dense(), Pattern::dilated({32, 64, 128}, {1, 2, 4}), Pattern::longnet({24, 70}, {1, 3}),
+      Pattern::dense(),
+      Pattern::dilated({32, 64, 128}, {1, 2, 4}),
+      Pattern::longnet({24, 70}, {1, 3}),
       Pattern::longnet({24, 70, 400}, {1, 3, 5}, PhaseRule::torchscale).with_pad_keys(),
       Pattern::block_sparse(BlockPattern::bigbird(20, 48, 0.2, 7, 16)),
       Pattern::block_sparse(BlockPattern::local_window(128, 64)),

@@ -18,7 +18,7 @@ namespace longspan {
 struct KeyPiece {
   std::int64_t first = 0;
   std::int64_t step = 1;
-  ConstTensorView k;         ///< [B, count, heads, D]: key/value heads kv_head, kv_head + 1, ...
+  ConstTensorView k;  ///< [B, count, heads, D]: key/value heads kv_head, kv_head + 1, ...
   ConstTensorView v;
   std::int64_t kv_head = 0;
   /// Backward: where the gradients of these rows are added, float32 (float64 if k is), in k's shape. All pieces or none
@@ -31,8 +31,8 @@ struct KeyPiece {
 struct Call {
   /// Positions of q's rows, in q's order; empty means 0 .. N-1.
   std::span<const RowRange> query_ranges;
-  /// If given, rows of k and v are found here, in the first piece that has them, and k.data and v.data may be null. Every
-  /// row that a query attends to must be in some piece, unless key_mask excludes it.
+  /// If given, rows of k and v are found here, in the first piece that has them, and k.data and v.data may be null.
+  /// Every row that a query attends to must be in some piece, unless key_mask excludes it.
   std::span<const KeyPiece> pieces;
   /// [B] i32 or i64: entry e has lengths[e] rows. Host values are checked, device values are clamped to [0, N].
   ConstTensorView lengths;

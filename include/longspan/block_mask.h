@@ -27,10 +27,11 @@ class LONGSPAN_API BlockMask {
   static BlockMask from_rows(int block_size, std::int64_t heads, std::int64_t blocks,
                              const std::vector<std::vector<std::int32_t>>& rows);
   /// The same, compressed: row i is columns[offsets[i]] .. columns[offsets[i + 1]].
-  static BlockMask from_lists(int block_size, std::int64_t heads, std::int64_t blocks, std::vector<std::int64_t> offsets,
-                              std::vector<std::int32_t> columns);
+  static BlockMask from_lists(int block_size, std::int64_t heads, std::int64_t blocks,
+                              std::vector<std::int64_t> offsets, std::vector<std::int32_t> columns);
   /// dense[(head * blocks + I) * blocks + J] says whether block row I sees key block J.
-  static BlockMask from_dense(int block_size, std::int64_t heads, std::int64_t blocks, std::span<const std::uint8_t> dense);
+  static BlockMask from_dense(int block_size, std::int64_t heads, std::int64_t blocks,
+                              std::span<const std::uint8_t> dense);
   std::vector<std::uint8_t> to_dense() const;
 
   int block_size() const;
@@ -60,9 +61,10 @@ class LONGSPAN_API BlockMask {
   std::size_t bytes() const;
   /// One line for people.
   std::string to_string() const;
-  /// What engines keep beside a mask, such as copies of its lists on a GPU: made once for each key, shared by all copies of
-  /// the mask and gone with the last of them.
-  std::shared_ptr<const void> kept(std::uint64_t key, const std::function<std::shared_ptr<const void>(const BlockMask&)>& make) const;
+  /// What engines keep beside a mask, such as copies of its lists on a GPU: made once for each key, shared by all
+  /// copies of the mask and gone with the last of them.
+  std::shared_ptr<const void> kept(std::uint64_t key,
+                                   const std::function<std::shared_ptr<const void>(const BlockMask&)>& make) const;
 
  private:
   friend class BlockPattern;

@@ -1,4 +1,5 @@
-// Block-sparse patterns for any length: a union of structured terms, which becomes a BlockMask when the length is known.
+// Block-sparse patterns for any length: a union of structured terms, which becomes a BlockMask when the length is
+// known.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,7 @@ struct BlockTerm {
     hierarchical,    ///< {stride, window, ...}: the diagonal, and block rows 0, s, 2 s ... (s = max(1, stride / b)) see
                      ///< |I - J| <= (window / b) / 2, or everything if window is -1
     random,          ///< density, seed: per head and row the diagonal and columns drawn by Philox
-    adaptive,        ///< density: per entry, head and row the diagonal and the columns whose mean key fits the mean query
+    adaptive,  ///< density: per entry, head and row the diagonal and the columns whose mean key fits the mean query
   };
   Kind kind = Kind::local_window;
   std::vector<std::int64_t> numbers;
@@ -42,23 +43,27 @@ class LONGSPAN_API BlockPattern {
   static BlockPattern dilated_sparse(const std::vector<std::int64_t>& rates, int block_size = kDefaultBlockSize);
   static BlockPattern global_local(std::int64_t global_tokens, std::int64_t window, int block_size = kDefaultBlockSize);
   /// levels: (stride, window) in tokens, window -1 for all columns.
-  static BlockPattern hierarchical(const std::vector<std::pair<std::int64_t, std::int64_t>>& levels = {{64, 256}, {256, 1024}, {1024, -1}},
+  static BlockPattern hierarchical(const std::vector<std::pair<std::int64_t, std::int64_t>>& levels = {{64, 256},
+                                                                                                       {256, 1024},
+                                                                                                       {1024, -1}},
                                    int block_size = kDefaultBlockSize);
   /// density: fraction of each row's blocks that is kept, in (0, 1].
   static BlockPattern random(double density, std::uint64_t seed = 0, int block_size = kDefaultBlockSize);
   /// Chosen from the data of each call; stands alone, on a branch over the whole sequence.
   static BlockPattern adaptive(double density, int block_size = kDefaultBlockSize);
   /// global_local and random together; -1 means two blocks of global tokens, a window of three blocks.
-  static BlockPattern bigbird(std::int64_t global_tokens = -1, std::int64_t window = -1, double density = 0.05, std::uint64_t seed = 0,
-                              int block_size = kDefaultBlockSize);
+  static BlockPattern bigbird(std::int64_t global_tokens = -1, std::int64_t window = -1, double density = 0.05,
+                              std::uint64_t seed = 0, int block_size = kDefaultBlockSize);
   /// A local window and some global tokens.
-  static BlockPattern longformer(std::int64_t window = 512, std::int64_t global_tokens = 64, int block_size = kDefaultBlockSize);
+  static BlockPattern longformer(std::int64_t window = 512, std::int64_t global_tokens = 64,
+                                 int block_size = kDefaultBlockSize);
   /// A mask of the caller's own, which fits one length.
   BlockPattern(BlockMask mask);  // NOLINT(google-explicit-constructor): a mask is a pattern
   /// The union; block sizes must agree.
   BlockPattern operator|(const BlockPattern& other) const;
 
-  /// Terms as text, `bigbird`, or `block=32 local_window(512)+random(0.1,7)`; what to_string() prints. Throws InvalidArgument.
+  /// Terms as text, `bigbird`, or `block=32 local_window(512)+random(0.1,7)`; what to_string() prints. Throws
+  /// InvalidArgument.
   static BlockPattern parse(std::string_view text);
   std::string to_string() const;
 

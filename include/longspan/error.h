@@ -17,8 +17,7 @@ class LONGSPAN_API Error : public std::runtime_error {
 /// An argument is wrong. The message names it, its value and what would be valid.
 class LONGSPAN_API InvalidArgument : public Error {
  public:
-  InvalidArgument(std::string argument, const std::string& message)
-      : Error(message), argument_(std::move(argument)) {}
+  InvalidArgument(std::string argument, const std::string& message) : Error(message), argument_(std::move(argument)) {}
   /// Name of the offending argument as it is spelled in the C++ API ("q", "lengths", ...).
   const std::string& argument() const { return argument_; }
 

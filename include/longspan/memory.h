@@ -9,11 +9,11 @@
 namespace longspan {
 
 struct MemoryStatistics {
-  std::uint64_t allocations = 0;   ///< times memory was asked of the system
-  std::size_t reserved_bytes = 0;  ///< held by the pool, in use or not
-  std::size_t used_bytes = 0;      ///< lent to calls right now
-  std::size_t peak_used_bytes = 0; ///< since the last reset_peak()
-  std::size_t limit_bytes = 0;     ///< 0: none
+  std::uint64_t allocations = 0;    ///< times memory was asked of the system
+  std::size_t reserved_bytes = 0;   ///< held by the pool, in use or not
+  std::size_t used_bytes = 0;       ///< lent to calls right now
+  std::size_t peak_used_bytes = 0;  ///< since the last reset_peak()
+  std::size_t limit_bytes = 0;      ///< 0: none
 };
 
 /// Workspace of CPU calls: kept between calls, so that the steady state allocates nothing.

@@ -21,7 +21,8 @@ enum class HeadAssignment : std::uint8_t { groups, all };
 /// Offset of a head's strands when every branch owns all heads: h mod r, or floor(h / ceil(H / r)).
 /// Head groups always use (branch index) mod r.
 enum class PhaseRule : std::uint8_t { paper, torchscale };
-/// A segment longer than the sequence becomes the sequence (clip), or its branch is dropped and its rows are zero (skip).
+/// A segment longer than the sequence becomes the sequence (clip), or its branch is dropped and its rows are zero
+/// (skip).
 enum class LongSegments : std::uint8_t { clip, skip };
 
 struct Branch {

@@ -70,13 +70,13 @@ struct BranchPlan {
   std::int64_t dilation = 1;
   std::int64_t head_begin = 0;
   std::int64_t head_count = 0;
-  std::int64_t fixed_phase = -1;     ///< phase of all heads (head groups), or -1: by phase_divisor
-  std::int64_t phase_divisor = 0;    ///< torchscale: phase = head / phase_divisor; 0: phase = head mod dilation
-  bool skip_if_longer = false;       ///< policy skip: the branch vanishes for sequences shorter than its segment
+  std::int64_t fixed_phase = -1;   ///< phase of all heads (head groups), or -1: by phase_divisor
+  std::int64_t phase_divisor = 0;  ///< torchscale: phase = head / phase_divisor; 0: phase = head mod dilation
+  bool skip_if_longer = false;     ///< policy skip: the branch vanishes for sequences shorter than its segment
   bool pad_keys = false;
   std::optional<BlockMask> mask;
   std::int64_t mask_entry_heads = 0;  ///< H where batch entries have masks of their own, else 0
-  double adaptive_density = 0;        ///< above 0: each call chooses the mask from its data; until then it keeps nothing
+  double adaptive_density = 0;  ///< above 0: each call chooses the mask from its data; until then it keeps nothing
 
   /// Which of the mask's heads serves a head of a batch entry.
   std::int64_t mask_head(std::int64_t entry, std::int64_t head) const { return entry * mask_entry_heads + head; }
@@ -91,20 +91,18 @@ struct BranchPlan {
   std::int64_t segments(std::int64_t length) const;
   /// The strand of a head in segment `index` of a sequence of `length` rows.
   Strand strand(std::int64_t head, std::int64_t index, std::int64_t length) const;
-  bool covers(std::int64_t head, std::int64_t position) const {
-    return (position % segment) % dilation == phase(head);
-  }
+  bool covers(std::int64_t head, std::int64_t position) const { return (position % segment) % dilation == phase(head); }
   /// Zero keys that torchscale would have attended to beside the strand's own rows.
   std::int64_t padding(const Strand& strand, std::int64_t length, bool causal) const;
 };
 
 /// Totals of a plan. Doubles, since 2^40 tokens squared overflow an integer; exact below 2^53.
 struct PlanTotals {
-  double pairs = 0;          ///< attended (query, key) pairs over batch and heads
-  double strand_rows = 0;    ///< rows of all strands: (row, head) pairs, once for each branch that covers them
-  double forward_flops = 0;  ///< 4 * pairs * head_dim
-  double backward_flops = 0; ///< 10 * pairs * head_dim
-  double forward_bytes = 0;  ///< every input read once, every output written once
+  double pairs = 0;           ///< attended (query, key) pairs over batch and heads
+  double strand_rows = 0;     ///< rows of all strands: (row, head) pairs, once for each branch that covers them
+  double forward_flops = 0;   ///< 4 * pairs * head_dim
+  double backward_flops = 0;  ///< 10 * pairs * head_dim
+  double forward_bytes = 0;   ///< every input read once, every output written once
   double backward_bytes = 0;
 };
 
@@ -165,7 +163,8 @@ struct PlanCacheStatistics {
   std::size_t limit_bytes = 0;
 };
 
-/// The process-wide cache of plans: least recently used goes first, bounded in bytes (0: no plans; else the newest stays), safe from any thread.
+/// The process-wide cache of plans: least recently used goes first, bounded in bytes (0: no plans; else the newest
+/// stays), safe from any thread.
 namespace plan_cache {
 LONGSPAN_API PlanCacheStatistics statistics();
 LONGSPAN_API void clear();

@@ -85,23 +85,19 @@ struct BasicTensorView {
     return static_cast<Element*>(data) + offset(b, row, head);
   }
 
-  operator BasicTensorView<const void>() const
-    requires(!std::is_const_v<Void>)
-  {
+  operator BasicTensorView<const void>() const requires(!std::is_const_v<Void>) {
     return {data, dtype, device, sizes, strides};
   }
 
   /// Contiguous [batch, rows, heads, columns]: what PyTorch users call [b, n, h, d].
   static BasicTensorView bnhd(Void* data, DType dtype, std::int64_t batch, std::int64_t rows, std::int64_t heads,
                               std::int64_t columns, Device device = {}) {
-    return {data, dtype, device, {batch, rows, heads, columns},
-            {rows * heads * columns, heads * columns, columns, 1}};
+    return {data, dtype, device, {batch, rows, heads, columns}, {rows * heads * columns, heads * columns, columns, 1}};
   }
   /// The same index space over contiguous [batch, heads, rows, columns] storage.
   static BasicTensorView bhnd(Void* data, DType dtype, std::int64_t batch, std::int64_t rows, std::int64_t heads,
                               std::int64_t columns, Device device = {}) {
-    return {data, dtype, device, {batch, rows, heads, columns},
-            {heads * rows * columns, columns, rows * columns, 1}};
+    return {data, dtype, device, {batch, rows, heads, columns}, {heads * rows * columns, columns, rows * columns, 1}};
   }
   /// Contiguous [batch, heads, rows], as lse and dlse are stored.
   static BasicTensorView lse(Void* data, std::int64_t batch, std::int64_t rows, std::int64_t heads, Device device = {},

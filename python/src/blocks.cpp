@@ -54,8 +54,8 @@ nb::object to_dense(const BlockMask& mask) {
 
 void check_index(const BlockMask& mask, std::int64_t head, std::int64_t block) {
   if (head < 0 || (head >= mask.heads() && mask.heads() != 1) || block < 0 || block >= mask.blocks()) {
-    throw InvalidArgument("block_row", fmt::format("head {}, block {}: the mask has heads 0 to {} and blocks 0 to {}", head, block,
-                                                   mask.heads() - 1, mask.blocks() - 1));
+    throw InvalidArgument("block_row", fmt::format("head {}, block {}: the mask has heads 0 to {} and blocks 0 to {}",
+                                                   head, block, mask.heads() - 1, mask.blocks() - 1));
   }
 }
 
@@ -186,8 +186,9 @@ nb::tuple blocks_of(const Attention& attention, nb::handle q, nb::handle k, nb::
   const auto heads = static_cast<std::size_t>(in.q.heads());
   for (std::size_t pair = 0; pair < pairs; ++pair) {
     for (std::int64_t i = blocks.offsets[pair]; i < blocks.offsets[pair + 1]; ++i) {
-      places.insert(places.end(), {static_cast<std::int64_t>(pair / heads), static_cast<std::int64_t>(pair % heads),
-                                   blocks.rows[static_cast<std::size_t>(i)], blocks.columns[static_cast<std::size_t>(i)]});
+      places.insert(places.end(),
+                    {static_cast<std::int64_t>(pair / heads), static_cast<std::int64_t>(pair % heads),
+                     blocks.rows[static_cast<std::size_t>(i)], blocks.columns[static_cast<std::size_t>(i)]});
     }
   }
   return nb::make_tuple(owned_array<std::int64_t>(std::move(places), {count, 4}),
@@ -195,7 +196,8 @@ nb::tuple blocks_of(const Attention& attention, nb::handle q, nb::handle k, nb::
 }
 
 void received_by(const Attention& attention, nb::handle q, nb::handle k, nb::object lengths, nb::object key_mask,
-                 nb::object alibi_slopes, std::optional<Ranges> query_ranges, nb::object received, std::uint64_t stream) {
+                 nb::object alibi_slopes, std::optional<Ranges> query_ranges, nb::object received,
+                 std::uint64_t stream) {
   Inspected in(q, k, lengths, key_mask, alibi_slopes, query_ranges, stream);
   const TensorView target = in.arrays.output(received, "received", Role::lse);
   nb::gil_scoped_release unlocked;
@@ -218,15 +220,16 @@ void bind_blocks(nb::module_& module) {
 
 void bind_inspection(nb::module_& module) {
   module.def("attention_blocks", &blocks_of, "attention"_a, "q"_a, "k"_a, "lengths"_a = nb::none(),
-             "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(), "block_size"_a = 0,
-             "stream"_a = 0,
+             "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(),
+             "block_size"_a = 0, "stream"_a = 0,
              "(entry, head, block row, block column) of each block, its probabilities, the block size.");
   module.def("attention_received", &received_by, "attention"_a, "q"_a, "k"_a, "lengths"_a = nb::none(),
              "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(),
-             "received"_a = nb::none(), "stream"_a = 0, "The total weight every key receives, into float32 [batch, heads, tokens].");
+             "received"_a = nb::none(), "stream"_a = 0,
+             "The total weight every key receives, into float32 [batch, heads, tokens].");
   module.def("adaptive_mask", &chosen_by, "attention"_a, "q"_a, "k"_a, "lengths"_a = nb::none(),
-             "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(),
-             "stream"_a = 0, "What an adaptive pattern chooses.");
+             "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(), "stream"_a = 0,
+             "What an adaptive pattern chooses.");
   module.def(
       "draw",
       [](const Plan& plan, std::int64_t head, std::int64_t cells, bool ascii) {

@@ -56,8 +56,9 @@ class Workspace {
   static std::byte* callers_memory(const Call& call, std::size_t bytes) {
     if (call.workspace) {
       if (call.workspace_size >= bytes) return static_cast<std::byte*>(call.workspace);
-      throw InvalidArgument("workspace", fmt::format("workspace has {} bytes: this call needs {} (Plan::workspace_bytes)",
-                                                     call.workspace_size, bytes));
+      throw InvalidArgument("workspace",
+                            fmt::format("workspace has {} bytes: this call needs {} (Plan::workspace_bytes)",
+                                        call.workspace_size, bytes));
     }
     if (!call.allocate || bytes == 0) return nullptr;
     void* const memory = call.allocate(bytes);
@@ -86,7 +87,8 @@ void fill_zero(const TensorView& view, const Call& call) {
   for (std::int64_t entry = 0; entry < view.batch(); ++entry) {
     for (std::int64_t row = 0; row < view.rows(); ++row) {
       for (std::int64_t head = 0; head < view.heads(); ++head) {
-        std::memset(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), 0, row_bytes);
+        std::memset(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), 0,
+                    row_bytes);
       }
     }
   }
@@ -99,7 +101,8 @@ Attention::Attention(Pattern pattern, Options options) {
   Hasher hasher;
   hasher.add(pattern.hash());
   hasher.add(static_cast<std::uint64_t>(options.causal) | static_cast<std::uint64_t>(options.deterministic) << 1 |
-             static_cast<std::uint64_t>(options.detached_mix) << 2 | static_cast<std::uint64_t>(options.allow_tf32) << 3);
+             static_cast<std::uint64_t>(options.detached_mix) << 2 |
+             static_cast<std::uint64_t>(options.allow_tf32) << 3);
   hasher.add(options.scale.value_or(0));
   hasher.add(options.output_scale.value_or(0));
   hasher.add(options.dropout);
@@ -115,8 +118,8 @@ std::shared_ptr<const Plan> Attention::plan(const Problem& problem) const {
   return PlanCache::instance().get(specification_, problem, &PlanCompiler::compile);
 }
 
-void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
-                        const TensorView& lse, const Call& call) const {
+void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                        const TensorView& out, const TensorView& lse, const Call& call) const {
   const Problem problem = check_forward(options(), q, k, v, out, lse, call);
   const auto plan = this->plan(problem);
   const RowRange whole{0, problem.tokens};

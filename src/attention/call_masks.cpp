@@ -20,8 +20,9 @@ bool entries_draw_alone(const Plan& plan, std::size_t branch, const Call& call) 
 /// Every entry's mask as its own length makes it, one after the other; rows beyond an entry's end keep nothing.
 BlockMask masks_of_entries(const Plan& plan, std::size_t index, const Call& call) {
   if (call.lengths.device.type != DeviceType::cpu) {
-    throw Unsupported(fmt::format("random blocks with lengths on {}: blocks are drawn on the CPU for each length; pass lengths on the host",
-                                  to_string(call.lengths.device)));
+    throw Unsupported(fmt::format(
+        "random blocks with lengths on {}: blocks are drawn on the CPU for each length; pass lengths on the host",
+        to_string(call.lengths.device)));
   }
   const Branch& branch = plan.pattern().branches()[index];
   const Problem& problem = plan.problem();
@@ -31,7 +32,8 @@ BlockMask masks_of_entries(const Plan& plan, std::size_t index, const Call& call
   std::vector<std::int32_t> columns;
   for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
     const std::int64_t rows = std::min(branch.segment, rows_of_entry(call.lengths, entry, problem.tokens));
-    const BlockMask drawn = branch.mask->entry_mask(rows == 0 ? 0 : (rows - 1) / branch.dilation + 1, problem.heads, plan.options().causal);
+    const BlockMask drawn =
+        branch.mask->entry_mask(rows == 0 ? 0 : (rows - 1) / branch.dilation + 1, problem.heads, plan.options().causal);
     for (std::int64_t head = 0; head < problem.heads; ++head) {
       const std::int64_t custom_head = plan.branches()[index].mask_head(entry, head);
       for (std::int64_t row = 0; row < blocks; ++row) {
@@ -42,7 +44,8 @@ BlockMask masks_of_entries(const Plan& plan, std::size_t index, const Call& call
       }
     }
   }
-  return BlockMask::from_lists(branch.mask->block_size(), problem.batch * problem.heads, blocks, std::move(offsets), std::move(columns));
+  return BlockMask::from_lists(branch.mask->block_size(), problem.batch * problem.heads, blocks, std::move(offsets),
+                               std::move(columns));
 }
 
 }  // namespace
@@ -60,7 +63,8 @@ Plan with_call_masks(const Plan& plan, const ConstTensorView& q, const ConstTens
   const bool on_host = plan.problem().device.type == DeviceType::cpu;
   Plan own = plan;
   for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
-    if (plan.branches()[branch].adaptive_density > 0 && on_host) own = own.with_mask(branch, choose_blocks(plan, branch, q, k, call, ranges, threads));
+    if (plan.branches()[branch].adaptive_density > 0 && on_host)
+      own = own.with_mask(branch, choose_blocks(plan, branch, q, k, call, ranges, threads));
     else if (entries_draw_alone(plan, branch, call)) own = own.with_mask(branch, masks_of_entries(plan, branch, call));
   }
   return own;

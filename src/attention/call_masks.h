@@ -1,5 +1,5 @@
-// Block masks that only a call can make: adaptive ones from its q and k (on GPUs kernels choose them), and random ones of
-// batch entries whose lengths differ (an entry sees what it would see alone).
+// Block masks that only a call can make: adaptive ones from its q and k (on GPUs kernels choose them), and random ones
+// of batch entries whose lengths differ (an entry sees what it would see alone).
 #pragma once
 
 #include "longspan/attention.h"
@@ -13,13 +13,14 @@ Plan with_call_masks(const Plan& plan, const ConstTensorView& q, const ConstTens
 
 /// What adaptive(density) chooses: per batch entry and head, the best columns of each block row by the product of mean
 /// query and mean key. Rows that lengths or key_mask exclude do not enter the means; a block without rows ranks last.
-BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorView& q, const ConstTensorView& k, const Call& call,
-                        std::span<const RowRange> ranges, int threads);
+BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorView& q, const ConstTensorView& k,
+                        const Call& call, std::span<const RowRange> ranges, int threads);
 
 /// The plan of a call: the cached one, or a copy with the call's own masks.
 class CallPlan {
  public:
-  CallPlan(const Plan& plan, const ConstTensorView& q, const ConstTensorView& k, const Call& call, std::span<const RowRange> ranges, int threads)
+  CallPlan(const Plan& plan, const ConstTensorView& q, const ConstTensorView& k, const Call& call,
+           std::span<const RowRange> ranges, int threads)
       : cached_(plan) {
     if (needs_call_masks(plan, call)) own_ = with_call_masks(plan, q, k, call, ranges, threads);
   }

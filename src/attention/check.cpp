@@ -43,11 +43,13 @@ void check_tensor(std::string_view name, const ConstTensorView& view, bool may_b
            size_of(view.dtype), name_of(view.dtype));
   }
   if (view.columns() > 1 && view.strides[3] != 1) {
-    reject(name, "{} has a last stride of {}: the head dimension must be contiguous; make a contiguous copy", name, view.strides[3]);
+    reject(name, "{} has a last stride of {}: the head dimension must be contiguous; make a contiguous copy", name,
+           view.strides[3]);
   }
 }
 
-void check_same(std::string_view name, const ConstTensorView& view, const ConstTensorView& like, std::string_view like_name) {
+void check_same(std::string_view name, const ConstTensorView& view, const ConstTensorView& like,
+                std::string_view like_name) {
   if (view.sizes != like.sizes) {
     reject(name, "{} has shape {}, {} has {}: they must be equal", name, shape_of(view), like_name, shape_of(like));
   }
@@ -55,7 +57,8 @@ void check_same(std::string_view name, const ConstTensorView& view, const ConstT
 
 void check_dtype_device(std::string_view name, const ConstTensorView& view, DType dtype, const ConstTensorView& q) {
   if (view.dtype != dtype) {
-    reject(name, "{} has dtype {}, q has {}: {} must be {}", name, name_of(view.dtype), name_of(q.dtype), name, name_of(dtype));
+    reject(name, "{} has dtype {}, q has {}: {} must be {}", name, name_of(view.dtype), name_of(q.dtype), name,
+           name_of(dtype));
   }
   if (view.device != q.device) {
     reject(name, "{} is on {}, q is on {}: move them to one device", name, to_string(view.device), to_string(q.device));
@@ -72,7 +75,8 @@ void check_outputs(std::span<const Named> outputs, std::span<const Named> inputs
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const Named& output = outputs[i];
     if (may_overlap_itself(output.view)) {
-      reject(output.name, "{} has strides [{}] that visit an element twice: outputs need memory of their own for every element",
+      reject(output.name,
+             "{} has strides [{}] that visit an element twice: outputs need memory of their own for every element",
              output.name, fmt::join(output.view.strides, ", "));
     }
     for (const Named& input : inputs) {
@@ -83,7 +87,8 @@ void check_outputs(std::span<const Named> outputs, std::span<const Named> inputs
     }
     for (std::size_t j = i + 1; j < outputs.size(); ++j) {
       if (may_overlap(output.view, outputs[j].view)) {
-        reject(output.name, "{} overlaps {}: outputs must not share memory; allocate a tensor for each", output.name, outputs[j].name);
+        reject(output.name, "{} overlaps {}: outputs must not share memory; allocate a tensor for each", output.name,
+               outputs[j].name);
       }
     }
   }
@@ -94,7 +99,8 @@ int alignment_of(std::span<const Named> tensors) {
   for (const Named& tensor : tensors) {
     bits |= reinterpret_cast<std::uintptr_t>(tensor.view.data);
     for (int d = 0; d < 3; ++d) {
-      if (tensor.view.sizes[d] > 1) bits |= static_cast<std::uint64_t>(tensor.view.strides[d] * size_of(tensor.view.dtype));
+      if (tensor.view.sizes[d] > 1)
+        bits |= static_cast<std::uint64_t>(tensor.view.strides[d] * size_of(tensor.view.dtype));
     }
   }
   return static_cast<int>(bits & (~bits + 1));
@@ -120,12 +126,15 @@ void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const Cons
   check_dtype_device("k", k, q.dtype, q);
   check_dtype_device("v", v, q.dtype, q);
   check_same("v", v, k, "k");
-  if (q.columns() < 1 || q.columns() > most_columns) reject("q", "head_dim {} of q: head dims from 1 to {} are supported", q.columns(), most_columns);
-  if (k.columns() != q.columns()) reject("k", "k has head_dim {}, q has {}: they must be equal", k.columns(), q.columns());
+  if (q.columns() < 1 || q.columns() > most_columns)
+    reject("q", "head_dim {} of q: head dims from 1 to {} are supported", q.columns(), most_columns);
+  if (k.columns() != q.columns())
+    reject("k", "k has head_dim {}, q has {}: they must be equal", k.columns(), q.columns());
   if (k.batch() != q.batch()) reject("k", "k has batch {}, q has {}: they must be equal", k.batch(), q.batch());
   if (q.heads() < 1) reject("q", "q has {} heads: at least one is needed", q.heads());
   if (k.heads() < 1 || q.heads() % k.heads() != 0) {
-    reject("k", "k has {} heads, q has {}: the number of query heads must be a multiple of the key/value heads", k.heads(), q.heads());
+    reject("k", "k has {} heads, q has {}: the number of query heads must be a multiple of the key/value heads",
+           k.heads(), q.heads());
   }
   std::int64_t rows = 0;
   if (call.query_ranges.empty()) {
@@ -133,8 +142,8 @@ void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const Cons
   } else {
     for (const RowRange& range : call.query_ranges) {
       if (range.start < 0 || range.count < 0 || range.start > k.rows() || range.count > k.rows() - range.start) {
-        reject("query_ranges", "query range (start {}, count {}) leaves the sequence: k has rows 0 to {}", range.start, range.count,
-               k.rows() - 1);
+        reject("query_ranges", "query range (start {}, count {}) leaves the sequence: k has rows 0 to {}", range.start,
+               range.count, k.rows() - 1);
       }
       // Ranges may repeat positions, so their sum is only bounded by q itself.
       if (rows > q.rows() - range.count) rows = -1;
@@ -144,7 +153,8 @@ void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const Cons
   }
   if (rows != q.rows()) {
     if (call.query_ranges.empty()) {
-      reject("q", "q has {} rows, k has {}: pass query_ranges to say which positions the rows of q are", q.rows(), k.rows());
+      reject("q", "q has {} rows, k has {}: pass query_ranges to say which positions the rows of q are", q.rows(),
+             k.rows());
     }
     reject("query_ranges", "query_ranges do not add up to the {} rows of q", q.rows());
   }
@@ -159,7 +169,8 @@ void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& 
       reject("lengths", "lengths has dtype {}: use i32 or i64", name_of(lengths.dtype));
     }
     if (lengths.sizes != std::array<std::int64_t, 4>{batch, 1, 1, 1}) {
-      reject("lengths", "lengths has shape {}: give one length for each of the {} batch entries", shape_of(lengths), batch);
+      reject("lengths", "lengths has shape {}: give one length for each of the {} batch entries", shape_of(lengths),
+             batch);
     }
     if (lengths.device.type == DeviceType::cpu) {
       for (std::int64_t entry = 0; entry < batch; ++entry) {
@@ -170,21 +181,24 @@ void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& 
         }
       }
     } else if (lengths.device != q.device) {
-      reject("lengths", "lengths is on {}, q is on {}: move them to one device", to_string(lengths.device), to_string(q.device));
+      reject("lengths", "lengths is on {}, q is on {}: move them to one device", to_string(lengths.device),
+             to_string(q.device));
     }
   }
   if (call.key_mask.given()) {
     check_tensor("key_mask", call.key_mask);
     check_dtype_device("key_mask", call.key_mask, DType::boolean, q);
     if (call.key_mask.sizes != std::array<std::int64_t, 4>{batch, tokens, 1, 1}) {
-      reject("key_mask", "key_mask has shape {}: give [batch, tokens] = [{}, {}]", shape_of(call.key_mask), batch, tokens);
+      reject("key_mask", "key_mask has shape {}: give [batch, tokens] = [{}, {}]", shape_of(call.key_mask), batch,
+             tokens);
     }
   }
   if (call.alibi_slopes.given()) {
     check_tensor("alibi_slopes", call.alibi_slopes);
     check_dtype_device("alibi_slopes", call.alibi_slopes, DType::f32, q);
     if (call.alibi_slopes.sizes != std::array<std::int64_t, 4>{1, 1, q.heads(), 1}) {
-      reject("alibi_slopes", "alibi_slopes has shape {}: give one slope for each of the {} heads", shape_of(call.alibi_slopes), q.heads());
+      reject("alibi_slopes", "alibi_slopes has shape {}: give one slope for each of the {} heads",
+             shape_of(call.alibi_slopes), q.heads());
     }
   }
   for (std::size_t i = 0; i < call.pieces.size(); ++i) {
@@ -199,12 +213,15 @@ void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& 
       reject(name, "{} has shape {}: give [{}, rows, heads, {}]", name, shape_of(piece.k), batch, q.columns());
     }
     if (piece.kv_head < 0 || piece.kv_head + piece.k.heads() > k.heads()) {
-      reject(name, "{} has heads {} to {}: k has {}", name, piece.kv_head, piece.kv_head + piece.k.heads() - 1, k.heads());
+      reject(name, "{} has heads {} to {}: k has {}", name, piece.kv_head, piece.kv_head + piece.k.heads() - 1,
+             k.heads());
     }
     if (piece.step < 1) reject(name, "{} has step {}: steps are at least 1", name, piece.step);
     const std::int64_t rows = piece.k.rows();
-    if (piece.first < 0 || (rows > 0 && (piece.first >= tokens || (tokens - 1 - piece.first) / piece.step < rows - 1))) {
-      reject(name, "{} (first {}, step {}, {} rows) leaves the sequence of {} positions", name, piece.first, piece.step, rows, tokens);
+    if (piece.first < 0 ||
+        (rows > 0 && (piece.first >= tokens || (tokens - 1 - piece.first) / piece.step < rows - 1))) {
+      reject(name, "{} (first {}, step {}, {} rows) leaves the sequence of {} positions", name, piece.first, piece.step,
+             rows, tokens);
     }
   }
   if (call.workspace && reinterpret_cast<std::uintptr_t>(call.workspace) % 64 != 0) {
@@ -212,7 +229,8 @@ void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& 
   }
 }
 
-Problem make_problem(const ConstTensorView& q, const ConstTensorView& k, const Call& call, std::span<const Named> tensors) {
+Problem make_problem(const ConstTensorView& q, const ConstTensorView& k, const Call& call,
+                     std::span<const Named> tensors) {
   Problem problem;
   problem.dtype = q.dtype;
   problem.device = q.device;
@@ -235,13 +253,14 @@ void check_lse(std::string_view name, const ConstTensorView& lse, const ConstTen
   check_tensor(name, lse);
   check_dtype_device(name, lse, q.dtype == DType::f64 ? DType::f64 : DType::f32, q);
   if (lse.sizes != std::array<std::int64_t, 4>{q.batch(), q.rows(), q.heads(), 1}) {
-    reject(name, "{} is [batch, rows, heads] = [{}, {}, {}]: q needs [{}, {}, {}]", name, lse.sizes[0], lse.sizes[1], lse.sizes[2],
-           q.batch(), q.rows(), q.heads());
+    reject(name, "{} is [batch, rows, heads] = [{}, {}, {}]: q needs [{}, {}, {}]", name, lse.sizes[0], lse.sizes[1],
+           lse.sizes[2], q.batch(), q.rows(), q.heads());
   }
 }
 
 /// Which key blocks of a strand some of its queries see; empty without a mask.
-std::vector<bool> seen_blocks(const BranchPlan& branch, std::int64_t head, const QueryRun& queries, std::int64_t count) {
+std::vector<bool> seen_blocks(const BranchPlan& branch, std::int64_t head, const QueryRun& queries,
+                              std::int64_t count) {
   if (!branch.mask) return {};
   const std::int64_t size = branch.mask->block_size();
   std::vector<bool> seen(static_cast<std::size_t>((count + size - 1) / size));
@@ -259,12 +278,14 @@ void check_piece_gradients(const ConstTensorView& q, const Call& call) {
     const KeyPiece& piece = call.pieces[i];
     for (const auto& [part, view] : {std::pair<const char*, const TensorView&>{"dk", piece.dk}, {"dv", piece.dv}}) {
       const std::string name = fmt::format("pieces[{}].{}", i, part);
-      if (view.given() != call.pieces[0].dk.given()) reject(name, "{} is {}: give gradients in all pieces or in none", name, view.given() ? "given" : "missing");
+      if (view.given() != call.pieces[0].dk.given())
+        reject(name, "{} is {}: give gradients in all pieces or in none", name, view.given() ? "given" : "missing");
       if (!view.given()) continue;
       check_tensor(name, view);
       check_dtype_device(name, view, q.dtype == DType::f64 ? DType::f64 : DType::f32, q);
       check_same(name, view, piece.k, "its k");
-      if (may_overlap_itself(view)) reject(name, "{} has strides [{}] that visit an element twice", name, fmt::join(view.strides, ", "));
+      if (may_overlap_itself(view))
+        reject(name, "{} has strides [{}] that visit an element twice", name, fmt::join(view.strides, ", "));
     }
   }
 }
@@ -292,7 +313,8 @@ Problem check_forward(const Options&, const ConstTensorView& q, const ConstTenso
   if (lse.given()) check_lse("lse", lse, q);
   check_call(q, k, call);
   const Named outputs[] = {{"out", out}, {"lse", lse}};
-  const Named inputs[] = {{"q", q}, {"k", k}, {"v", v}, {"key_mask", call.key_mask}, {"alibi_slopes", call.alibi_slopes}};
+  const Named inputs[] = {
+      {"q", q}, {"k", k}, {"v", v}, {"key_mask", call.key_mask}, {"alibi_slopes", call.alibi_slopes}};
   check_outputs(outputs, inputs);
   const Named tensors[] = {{"q", q}, {"k", k}, {"v", v}, {"out", out}};
   return make_problem(q, k, call, tensors);
@@ -304,9 +326,10 @@ void check_inspection(const ConstTensorView& q, const ConstTensorView& k, const 
   check_call(q, k, call);
 }
 
-Problem check_backward(const Options& options, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                       const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
-                       const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call) {
+Problem check_backward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,
+                       const ConstTensorView& v, const ConstTensorView& out, const ConstTensorView& lse,
+                       const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                       const Call& call) {
   check_shapes(q, k, v, call);
   const Named like_q[] = {{"out", out}, {"dout", dout}, {"dq", dq}};
   const Named like_k[] = {{"dk", dk}, {"dv", dv}};
@@ -318,7 +341,8 @@ Problem check_backward(const Options& options, const ConstTensorView& q, const C
   const bool in_pieces = !call.pieces.empty() && call.pieces[0].dk.given();
   for (const Named& tensor : like_k) {
     if (in_pieces) {
-      if (tensor.view.given()) reject(tensor.name, "{} is given and so are gradients in pieces: give one of the two", tensor.name);
+      if (tensor.view.given())
+        reject(tensor.name, "{} is given and so are gradients in pieces: give one of the two", tensor.name);
       continue;
     }
     check_tensor(tensor.name, tensor.view);
@@ -336,10 +360,18 @@ Problem check_backward(const Options& options, const ConstTensorView& q, const C
     check_lse("dlse", call.dlse, q);
   }
   const Named outputs[] = {{"dq", dq}, {"dk", dk}, {"dv", dv}};
-  const Named inputs[] = {{"q", q}, {"k", k}, {"v", v}, {"out", out}, {"lse", lse}, {"dout", dout}, {"dlse", call.dlse},
-                          {"key_mask", call.key_mask}, {"alibi_slopes", call.alibi_slopes}};
+  const Named inputs[] = {{"q", q},
+                          {"k", k},
+                          {"v", v},
+                          {"out", out},
+                          {"lse", lse},
+                          {"dout", dout},
+                          {"dlse", call.dlse},
+                          {"key_mask", call.key_mask},
+                          {"alibi_slopes", call.alibi_slopes}};
   check_outputs(outputs, inputs);
-  const Named tensors[] = {{"q", q}, {"k", k}, {"v", v}, {"out", out}, {"dout", dout}, {"dq", dq}, {"dk", dk}, {"dv", dv}};
+  const Named tensors[] = {{"q", q},       {"k", k},   {"v", v},   {"out", out},
+                           {"dout", dout}, {"dq", dq}, {"dk", dk}, {"dv", dv}};
   return make_problem(q, k, call, tensors);
 }
 
@@ -369,7 +401,8 @@ void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorV
                 ++index;
                 continue;
               }
-              const RowRun run = rows.run(entry, head / (problem.heads / problem.kv_heads), strand, index, needed - index);
+              const RowRun run =
+                  rows.run(entry, head / (problem.heads / problem.kv_heads), strand, index, needed - index);
               if (run.count == 0 && !key_allowed(mask, entry, strand.start + index * strand.stride)) {
                 ++index;
                 continue;

@@ -9,12 +9,13 @@ namespace longspan {
 void check_options(const Options& options);
 
 /// Everything SEMANTICS lists under bad input for a forward call. Returns the problem it poses.
-Problem check_forward(const Options& options, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                      const TensorView& out, const TensorView& lse, const Call& call);
+Problem check_forward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,
+                      const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call);
 
-Problem check_backward(const Options& options, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                       const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
-                       const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call);
+Problem check_backward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,
+                       const ConstTensorView& v, const ConstTensorView& out, const ConstTensorView& lse,
+                       const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                       const Call& call);
 
 /// The same for calls that only look at q and k. `any_columns`: block means are taken of any head dim.
 void check_inspection(const ConstTensorView& q, const ConstTensorView& k, const Call& call, bool any_columns = false);

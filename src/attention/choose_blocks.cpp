@@ -1,5 +1,5 @@
-// adaptive(density): means of blocks of q and k, their products, the best columns of each row. O(N) memory: scores live one
-// block row at a time.
+// adaptive(density): means of blocks of q and k, their products, the best columns of each row. O(N) memory: scores live
+// one block row at a time.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,15 +20,21 @@ namespace {
 class BlockMeans {
  public:
   BlockMeans(const Problem& problem, std::int64_t heads, std::int64_t blocks)
-      : heads_(heads), blocks_(blocks), columns_(problem.head_dim),
-        sums_(static_cast<std::size_t>(problem.batch * heads * blocks * columns_)), counts_(static_cast<std::size_t>(problem.batch * heads * blocks)) {}
+      : heads_(heads),
+        blocks_(blocks),
+        columns_(problem.head_dim),
+        sums_(static_cast<std::size_t>(problem.batch * heads * blocks * columns_)),
+        counts_(static_cast<std::size_t>(problem.batch * heads * blocks)) {}
 
-  float* at(std::int64_t entry, std::int64_t head, std::int64_t block) { return sums_.data() + index(entry, head, block) * columns_; }
+  float* at(std::int64_t entry, std::int64_t head, std::int64_t block) {
+    return sums_.data() + index(entry, head, block) * columns_;
+  }
   void add(std::int64_t entry, std::int64_t head, std::int64_t block, const std::byte* row, DType dtype) {
     float* const target = at(entry, head, block);
     dispatch_storage(dtype, [&]<class Storage>() {
       const Storage* const values = reinterpret_cast<const Storage*>(row);
-      for (std::int64_t column = 0; column < columns_; ++column) target[column] += static_cast<float>(to_float(values[column]));
+      for (std::int64_t column = 0; column < columns_; ++column)
+        target[column] += static_cast<float>(to_float(values[column]));
     });
     ++counts_[static_cast<std::size_t>(index(entry, head, block))];
   }
@@ -41,7 +47,9 @@ class BlockMeans {
   }
 
  private:
-  std::int64_t index(std::int64_t entry, std::int64_t head, std::int64_t block) const { return (entry * heads_ + head) * blocks_ + block; }
+  std::int64_t index(std::int64_t entry, std::int64_t head, std::int64_t block) const {
+    return (entry * heads_ + head) * blocks_ + block;
+  }
   std::int64_t heads_, blocks_, columns_;
   std::vector<float> sums_;
   std::vector<std::int32_t> counts_;
@@ -57,8 +65,8 @@ bool better(const float* scores, std::int32_t a, std::int32_t b) {
 
 }  // namespace
 
-BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorView& q, const ConstTensorView& k, const Call& call,
-                        std::span<const RowRange> ranges, int threads) {
+BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorView& q, const ConstTensorView& k,
+                        const Call& call, std::span<const RowRange> ranges, int threads) {
   const Problem& problem = plan.problem();
   const BranchPlan& own = plan.branches()[branch];
   const std::int64_t size = own.mask->block_size(), blocks = own.mask->blocks(), heads = problem.heads;
@@ -73,7 +81,8 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
     for (std::int64_t position = 0; position < strand.count;) {
       const RowRun run = keys.run(entry, head, strand, position, strand.count - position);
       for (std::int64_t i = 0; i < run.count; ++i) {
-        if (key_allowed(call.key_mask, entry, position + i)) key_means.add(entry, head, (position + i) / size, run.k + i * run.k_stride, k.dtype);
+        if (key_allowed(call.key_mask, entry, position + i))
+          key_means.add(entry, head, (position + i) / size, run.k + i * run.k_stride, k.dtype);
       }
       position += std::max<std::int64_t>(run.count, 1);
     }
@@ -85,13 +94,14 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
     for (std::int64_t row = 0; row < problem.query_rows; ++row) {
       const std::int64_t position = cursor.next();
       if (position >= length(entry) || !key_allowed(call.key_mask, entry, position)) continue;
-      query_means.add(entry, head, position / size, static_cast<const std::byte*>(q.data) + q.offset(entry, row, head) * size_of(q.dtype), q.dtype);
+      query_means.add(entry, head, position / size,
+                      static_cast<const std::byte*>(q.data) + q.offset(entry, row, head) * size_of(q.dtype), q.dtype);
     }
     query_means.divide(entry, head);
   });
 
-  // How many columns a row keeps is known before they are chosen, so every row has its place in the list. Entries shorter than
-  // the batch have fewer blocks, and choose among those.
+  // How many columns a row keeps is known before they are chosen, so every row has its place in the list. Entries
+  // shorter than the batch have fewer blocks, and choose among those.
   const auto candidates = [&](std::int64_t entry, std::int64_t row) {
     const std::int64_t present = (length(entry) + size - 1) / size;
     return row >= present ? 0 : plan.options().causal ? row + 1 : present;
@@ -100,14 +110,16 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
   std::vector<std::int64_t> offsets(static_cast<std::size_t>(rows + 1));
   for (std::int64_t row = 0; row < rows; ++row) {
     const std::int64_t count = candidates(row / blocks / heads, row % blocks);
-    offsets[static_cast<std::size_t>(row + 1)] = offsets[static_cast<std::size_t>(row)] + (count > 0 ? kept_columns(own.adaptive_density, count) : 0);
+    offsets[static_cast<std::size_t>(row + 1)] =
+        offsets[static_cast<std::size_t>(row)] + (count > 0 ? kept_columns(own.adaptive_density, count) : 0);
   }
   std::vector<std::int32_t> columns(static_cast<std::size_t>(offsets.back()));
   struct Scratch {
     std::vector<float> scores;
     std::vector<std::int32_t> order;
   };
-  std::vector<Scratch> scratch(static_cast<std::size_t>(threads), {std::vector<float>(static_cast<std::size_t>(blocks)), {}});
+  std::vector<Scratch> scratch(static_cast<std::size_t>(threads),
+                               {std::vector<float>(static_cast<std::size_t>(blocks)), {}});
   parallel_for(threads, rows, control, [&](int worker, std::int64_t row) {
     const std::int64_t block_row = row % blocks, head = row / blocks % heads, entry = row / blocks / heads;
     const std::int64_t count = candidates(entry, block_row);
@@ -116,7 +128,8 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
     const float* const query = query_means.at(entry, head, block_row);
     for (std::int64_t column = 0; column < count; ++column) {
       scores[static_cast<std::size_t>(column)] = plain::dot<float>(
-          query, reinterpret_cast<const std::byte*>(key_means.at(entry, head / (heads / problem.kv_heads), column)), problem.head_dim);
+          query, reinterpret_cast<const std::byte*>(key_means.at(entry, head / (heads / problem.kv_heads), column)),
+          problem.head_dim);
     }
     order.resize(static_cast<std::size_t>(count));
     std::iota(order.begin(), order.end(), 0);
@@ -130,7 +143,8 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
     std::copy(order.begin(), order.begin() + kept, columns.begin() + offsets[static_cast<std::size_t>(row)]);
   });
   if (problem.batch == 0) return *plan.branches()[branch].mask;  // what keeps nothing
-  return BlockMask::from_lists(static_cast<int>(size), problem.batch * heads, blocks, std::move(offsets), std::move(columns));
+  return BlockMask::from_lists(static_cast<int>(size), problem.batch * heads, blocks, std::move(offsets),
+                               std::move(columns));
 }
 
 }  // namespace longspan

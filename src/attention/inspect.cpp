@@ -21,15 +21,19 @@
 namespace longspan {
 namespace {
 
-/// A contiguous float32 tensor where a call's tensors are, or a copy of one, with the heads of keys repeated for every query
-/// head if `heads` asks for it.
+/// A contiguous float32 tensor where a call's tensors are, or a copy of one, with the heads of keys repeated for every
+/// query head if `heads` asks for it.
 class FloatTensor {
  public:
-  FloatTensor(Device device, void* stream, std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns)
+  FloatTensor(Device device, void* stream, std::int64_t batch, std::int64_t rows, std::int64_t heads,
+              std::int64_t columns)
       : values_(device.type == DeviceType::cpu ? static_cast<std::size_t>(batch * rows * heads * columns) : 0),
-        lease_(device.index, stream, device.type == DeviceType::cpu ? 0 : static_cast<std::size_t>(batch * rows * heads * columns) * sizeof(float)),
-        view_(TensorView::bnhd(device.type == DeviceType::cpu ? static_cast<void*>(values_.data()) : lease_.data(), DType::f32, batch, rows, heads, columns,
-                               device)) {}
+        lease_(device.index, stream,
+               device.type == DeviceType::cpu
+                   ? 0
+                   : static_cast<std::size_t>(batch * rows * heads * columns) * sizeof(float)),
+        view_(TensorView::bnhd(device.type == DeviceType::cpu ? static_cast<void*>(values_.data()) : lease_.data(),
+                               DType::f32, batch, rows, heads, columns, device)) {}
   FloatTensor(const ConstTensorView& source, std::int64_t heads, void* stream)
       : FloatTensor(source.device, stream, source.batch(), source.rows(), heads, source.columns()) {
     if (source.device.type != DeviceType::cpu) {
@@ -42,7 +46,8 @@ class FloatTensor {
           for (std::int64_t head = 0; head < heads; ++head) {
             const Storage* const from = source.at<Storage>(entry, row, head / (heads / source.heads()));
             float* const to = view_.at<float>(entry, row, head);
-            for (std::int64_t column = 0; column < source.columns(); ++column) to[column] = static_cast<float>(to_float(from[column]));
+            for (std::int64_t column = 0; column < source.columns(); ++column)
+              to[column] = static_cast<float>(to_float(from[column]));
           }
         }
       }
@@ -83,7 +88,8 @@ struct BlockRowValues {
 
 }  // namespace
 
-BlockMask adaptive_mask(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const Call& call) {
+BlockMask adaptive_mask(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
+                        const Call& call) {
   check_inspection(q, k, call, true);
   const auto plan = attention.plan(Attention::problem(q, k, call));
   for (std::size_t branch = 0; branch < plan->branches().size(); ++branch) {
@@ -93,37 +99,47 @@ BlockMask adaptive_mask(const Attention& attention, const ConstTensorView& q, co
     if (k.device.type == DeviceType::cpu) return choose_blocks(*plan, branch, q, k, call, ranges, num_threads());
     return cuda::chosen_blocks(*plan, branch, q, k, call, ranges);
   }
-  throw InvalidArgument("pattern", fmt::format("pattern '{}' is not adaptive: its masks do not depend on data; use adaptive(density)", attention.pattern().to_string()));
+  throw InvalidArgument(
+      "pattern", fmt::format("pattern '{}' is not adaptive: its masks do not depend on data; use adaptive(density)",
+                             attention.pattern().to_string()));
 }
 
-void attention_received(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const TensorView& received,
-                        const Call& call) {
+void attention_received(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
+                        const TensorView& received, const Call& call) {
   check_inspection(q, k, call);
   const std::int64_t batch = q.batch(), heads = q.heads(), tokens = k.rows(), columns = q.columns();
   if (received.dtype != DType::f32 || received.sizes != std::array<std::int64_t, 4>{batch, tokens, heads, 1}) {
-    throw InvalidArgument("received", fmt::format("received is {} of [{} entries, {} rows, {} heads]: give f32 of [{}, {}, {}]",
-                                                  name_of(received.dtype), received.batch(), received.rows(), received.heads(), batch, tokens, heads));
+    throw InvalidArgument(
+        "received", fmt::format("received is {} of [{} entries, {} rows, {} heads]: give f32 of [{}, {}, {}]",
+                                name_of(received.dtype), received.batch(), received.rows(), received.heads(), batch,
+                                tokens, heads));
   }
   if (received.device != q.device) {
-    throw InvalidArgument("received", fmt::format("received is on {}, q on {}: put them on one device", to_string(received.device), to_string(q.device)));
+    throw InvalidArgument("received", fmt::format("received is on {}, q on {}: put them on one device",
+                                                  to_string(received.device), to_string(q.device)));
   }
   const Attention weights = weights_only(attention);
   const Device device = q.device;
   const FloatTensor queries(q, heads, call.stream), keys(k, heads, call.stream);
-  const auto like = [&](std::int64_t rows, std::int64_t of_heads, std::int64_t width) { return FloatTensor(device, call.stream, batch, rows, of_heads, width); };
-  const FloatTensor out = like(q.rows(), heads, columns), dq = like(q.rows(), heads, columns), dk = like(tokens, heads, columns),
-                    dv = like(tokens, heads, columns), lse = like(q.rows(), heads, 1);
+  const auto like = [&](std::int64_t rows, std::int64_t of_heads, std::int64_t width) {
+    return FloatTensor(device, call.stream, batch, rows, of_heads, width);
+  };
+  const FloatTensor out = like(q.rows(), heads, columns), dq = like(q.rows(), heads, columns),
+                    dk = like(tokens, heads, columns), dv = like(tokens, heads, columns),
+                    lse = like(q.rows(), heads, 1);
   FloatTensor ones = like(q.rows(), heads, columns);
   ones.fill_one(call.stream);
   const TensorView lse_view = TensorView::lse(lse.view().data, batch, q.rows(), heads, device);
   weights.forward(queries.view(), keys.view(), keys.view(), out.view(), lse_view, call);
-  weights.backward(queries.view(), keys.view(), keys.view(), out.view(), lse_view, ones.view(), dq.view(), dk.view(), dv.view(), call);
+  weights.backward(queries.view(), keys.view(), keys.view(), out.view(), lse_view, ones.view(), dq.view(), dk.view(),
+                   dv.view(), call);
   TensorView first = dv.view();
   first.sizes[3] = 1;
   if (device.type != DeviceType::cpu) return cuda::to_float(first, received, call.stream);
   for (std::int64_t entry = 0; entry < batch; ++entry) {
     for (std::int64_t row = 0; row < tokens; ++row) {
-      for (std::int64_t head = 0; head < heads; ++head) *received.at<float>(entry, row, head) = *first.at<float>(entry, row, head);
+      for (std::int64_t head = 0; head < heads; ++head)
+        *received.at<float>(entry, row, head) = *first.at<float>(entry, row, head);
     }
   }
 }
@@ -131,7 +147,8 @@ void attention_received(const Attention& attention, const ConstTensorView& q, co
 namespace {
 
 /// Blocks of tensors on a GPU: found on the host, where they go, for the masks that the GPU would choose.
-AttentionBlocks blocks_by_way_of_host(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const Call& call, int block_size) {
+AttentionBlocks blocks_by_way_of_host(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
+                                      const Call& call, int block_size) {
   std::vector<std::byte> memory[5];
   Call host_call;
   host_call.query_ranges = call.query_ranges;
@@ -155,13 +172,14 @@ AttentionBlocks blocks_by_way_of_host(const Attention& attention, const ConstTen
 
 }  // namespace
 
-AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const Call& call,
-                                 int block_size) {
+AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
+                                 const Call& call, int block_size) {
   check_inspection(q, k, call);
   const Attention weights = weights_only(attention);
   if (q.device.type != DeviceType::cpu) return blocks_by_way_of_host(weights, q, k, call, block_size);
   const std::int64_t batch = q.batch(), heads = q.heads(), rows = q.rows();
-  const FloatTensor queries(q, heads, nullptr), keys(k, k.heads(), nullptr), out(q.device, nullptr, batch, rows, heads, q.columns());
+  const FloatTensor queries(q, heads, nullptr), keys(k, k.heads(), nullptr),
+      out(q.device, nullptr, batch, rows, heads, q.columns());
   std::vector<float> lse(static_cast<std::size_t>(batch * heads * rows));
   const TensorView lse_view = TensorView::lse(lse.data(), batch, rows, heads);
   weights.forward(queries.view(), keys.view(), keys.view(), out.view(), lse_view, call);
@@ -172,8 +190,11 @@ AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorVi
   const int threads = num_threads();
   const CallPlan own(*cached, queries.view(), keys.view(), call, ranges, threads);
   const Plan& plan = *own;
-  if (block_size == 0) block_size = plan.branches().size() == 1 && plan.branches()[0].mask ? plan.branches()[0].mask->block_size() : kDefaultBlockSize;
-  if (block_size < 1) throw InvalidArgument("block_size", fmt::format("block_size is {}: give 1 or more tokens", block_size));
+  if (block_size == 0)
+    block_size = plan.branches().size() == 1 && plan.branches()[0].mask ? plan.branches()[0].mask->block_size()
+                                                                        : kDefaultBlockSize;
+  if (block_size < 1)
+    throw InvalidArgument("block_size", fmt::format("block_size is {}: give 1 or more tokens", block_size));
   const std::int64_t size = block_size, blocks = (k.rows() + size - 1) / size;
 
   // Query rows of each block row: a list, since ranges may come in any order.
@@ -183,10 +204,12 @@ AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorVi
     const std::int64_t position = cursor.next();
     members[static_cast<std::size_t>(position / size)].emplace_back(row, position);
   }
-  const ForwardArguments arguments{plan, call, ranges, queries.view(), keys.view(), keys.view(), {}, {}, threads, nullptr};
+  const ForwardArguments arguments{plan,        call, ranges, queries.view(), keys.view(),
+                                   keys.view(), {},   {},     threads,        nullptr};
   const plain::Rows<float> pairs(arguments);
   std::vector<BlockRowValues> made(static_cast<std::size_t>(batch * heads * blocks));
-  std::vector<std::vector<std::int32_t>> places(static_cast<std::size_t>(threads), std::vector<std::int32_t>(static_cast<std::size_t>(blocks), -1));
+  std::vector<std::vector<std::int32_t>> places(static_cast<std::size_t>(threads),
+                                                std::vector<std::int32_t>(static_cast<std::size_t>(blocks), -1));
   parallel_for(threads, batch * heads * blocks, {call.cancel}, [&](int worker, std::int64_t item) {
     const std::int64_t block_row = item % blocks, head = item / blocks % heads, entry = item / blocks / heads;
     auto& place = places[static_cast<std::size_t>(worker)];
@@ -214,8 +237,10 @@ AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorVi
           continue;
         }
         const BlockMask& mask = *found.branch->mask;
-        for (const std::int64_t block : mask.row(found.branch->mask_head(entry, head), found.own_index / mask.block_size())) {
-          pairs.for_each_key(found, entry, head, block * mask.block_size(), std::min((block + 1) * mask.block_size(), found.end), add);
+        for (const std::int64_t block :
+             mask.row(found.branch->mask_head(entry, head), found.own_index / mask.block_size())) {
+          pairs.for_each_key(found, entry, head, block * mask.block_size(),
+                             std::min((block + 1) * mask.block_size(), found.end), add);
         }
       }
     }
@@ -229,7 +254,8 @@ AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorVi
     BlockRowValues& source = made[item];
     std::vector<std::size_t> order(source.columns.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return source.columns[a] < source.columns[b]; });
+    std::sort(order.begin(), order.end(),
+              [&](std::size_t a, std::size_t b) { return source.columns[a] < source.columns[b]; });
     for (const std::size_t i : order) {
       result.rows.push_back(static_cast<std::int32_t>(static_cast<std::int64_t>(item) % blocks));
       result.columns.push_back(source.columns[i]);
@@ -237,7 +263,8 @@ AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorVi
       result.values.insert(result.values.end(), from, from + size * size);
     }
     source = {};
-    if (static_cast<std::int64_t>(item) % blocks == blocks - 1) result.offsets.push_back(static_cast<std::int64_t>(result.rows.size()));
+    if (static_cast<std::int64_t>(item) % blocks == blocks - 1)
+      result.offsets.push_back(static_cast<std::int64_t>(result.rows.size()));
   }
   return result;
 }

@@ -27,7 +27,8 @@ class KeyRows {
   KeyRows(const ConstTensorView& k, const ConstTensorView& v, std::span<const KeyPiece> pieces)
       : k_(k), v_(v), pieces_(pieces), element_(size_of(k.dtype)) {}
 
-  /// The longest run that starts at row `index` of the strand, at most `limit` rows. count is 0 if no piece has the row.
+  /// The longest run that starts at row `index` of the strand, at most `limit` rows. count is 0 if no piece has the
+  /// row.
   RowRun run(std::int64_t entry, std::int64_t kv_head, const Strand& strand, std::int64_t index,
              std::int64_t limit) const {
     const std::int64_t position = strand.start + index * strand.stride;
@@ -70,7 +71,13 @@ class KeyRows {
               std::int64_t row, std::int64_t row_step, std::int64_t count) const {
     return {static_cast<const std::byte*>(k.data) + k.offset(entry, row, kv_head) * element_,
             static_cast<const std::byte*>(v.data) + v.offset(entry, row, kv_head) * element_,
-            row_step * k.strides[1] * element_, row_step * v.strides[1] * element_, count, nullptr, nullptr, 0, 0};
+            row_step * k.strides[1] * element_,
+            row_step * v.strides[1] * element_,
+            count,
+            nullptr,
+            nullptr,
+            0,
+            0};
   }
 
   const ConstTensorView& k_;
@@ -82,8 +89,8 @@ class KeyRows {
 /// Rows of entry `entry`: its length if lengths are given (already checked or clamped to [0, N]), else N.
 inline std::int64_t rows_of_entry(const ConstTensorView& lengths, std::int64_t entry, std::int64_t tokens) {
   if (!lengths.given()) return tokens;
-  const std::int64_t value = lengths.dtype == DType::i64 ? *lengths.at<std::int64_t>(entry, 0, 0)
-                                                         : *lengths.at<std::int32_t>(entry, 0, 0);
+  const std::int64_t value =
+      lengths.dtype == DType::i64 ? *lengths.at<std::int64_t>(entry, 0, 0) : *lengths.at<std::int32_t>(entry, 0, 0);
   return std::clamp<std::int64_t>(value, 0, tokens);
 }
 

@@ -1,5 +1,5 @@
-// Do two strided tensors share memory? Exact for tensors cut from one buffer (the slices of a fused qkv), where comparing
-// address ranges alone would refuse what is fine.
+// Do two strided tensors share memory? Exact for tensors cut from one buffer (the slices of a fused qkv), where
+// comparing address ranges alone would refuse what is fine.
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -67,7 +67,8 @@ Dimensions dimensions_of(const ConstTensorView& view) {
     if (view.sizes[d] <= 1 || view.strides[d] == 0) continue;
     const Dimension dimension{std::abs(view.strides[d]) * element, view.sizes[d] - 1};
     std::size_t place = dimensions.count++;
-    for (; place > 0 && dimensions.all[place - 1].stride < dimension.stride; --place) dimensions.all[place] = dimensions.all[place - 1];
+    for (; place > 0 && dimensions.all[place - 1].stride < dimension.stride; --place)
+      dimensions.all[place] = dimensions.all[place - 1];
     dimensions.all[place] = dimension;
   }
   return dimensions;
@@ -81,7 +82,8 @@ bool may_overlap(const ConstTensorView& a, const ConstTensorView& b) {
   if (ea.end <= eb.begin || eb.end <= ea.begin) return false;
   // Same strides and sizes: the difference of addresses decides. Anything else that interleaves is refused.
   if (a.dtype != b.dtype || a.strides != b.strides || a.sizes != b.sizes) return true;
-  const std::int64_t difference = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(b.data) - reinterpret_cast<std::uintptr_t>(a.data));
+  const std::int64_t difference =
+      static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(b.data) - reinterpret_cast<std::uintptr_t>(a.data));
   return reaches(dimensions_of(a), difference, size_of(a.dtype));
 }
 

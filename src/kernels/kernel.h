@@ -27,8 +27,8 @@ Verdict no(fmt::format_string<Args...> format, Args&&... args) {
 }
 
 /// Part of a forward whose keys come in two steps: each branch runs the queries in its windows (positions) only. The
-/// first part begins all results, the last one ends them; between the two, workspace stays as it is. Where branches share
-/// heads, a position is in a branch's windows only after it was in those of all branches before.
+/// first part begins all results, the last one ends them; between the two, workspace stays as it is. Where branches
+/// share heads, a position is in a branch's windows only after it was in those of all branches before.
 struct ForwardPart {
   std::span<const std::vector<RowRange>> windows;  // by branch
   bool first = true;

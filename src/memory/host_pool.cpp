@@ -91,7 +91,8 @@ class HostPool {
   }
 
   [[noreturn]] static void refuse(std::size_t bytes, const std::string& why) {
-    throw OutOfMemory(fmt::format("workspace of {} bytes: {}; use fewer threads, a smaller problem, or a higher limit", bytes, why));
+    throw OutOfMemory(
+        fmt::format("workspace of {} bytes: {}; use fewer threads, a smaller problem, or a higher limit", bytes, why));
   }
 
   void release_unused() {

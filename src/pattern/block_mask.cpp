@@ -32,7 +32,8 @@ struct BlockMask::Lists {
     rows.resize(columns.size());
     for (std::int64_t head = 0; head < heads; ++head) {
       std::int64_t* const counts = row_offsets.data() + head * blocks;  // first counts, then places, then ends
-      for (std::int64_t i = offsets[at(head, 0)]; i < offsets[at(head + 1, 0)]; ++i) ++counts[columns[static_cast<std::size_t>(i)] + 1];
+      for (std::int64_t i = offsets[at(head, 0)]; i < offsets[at(head + 1, 0)]; ++i)
+        ++counts[columns[static_cast<std::size_t>(i)] + 1];
       counts[0] = offsets[at(head, 0)];
       for (std::int64_t block = 0; block < blocks; ++block) counts[block + 1] += counts[block];
     }
@@ -40,12 +41,15 @@ struct BlockMask::Lists {
     for (std::int64_t head = 0; head < heads; ++head) {
       for (std::int64_t row = 0; row < blocks; ++row) {
         for (std::int64_t i = offsets[at(head, row)]; i < offsets[at(head, row) + 1]; ++i) {
-          rows[static_cast<std::size_t>(next[at(head, columns[static_cast<std::size_t>(i)])]++)] = static_cast<std::int32_t>(row);
+          rows[static_cast<std::size_t>(next[at(head, columns[static_cast<std::size_t>(i)])]++)] =
+              static_cast<std::int32_t>(row);
         }
       }
     }
   }
-  std::size_t at(std::int64_t head, std::int64_t block) const { return static_cast<std::size_t>(head * blocks + block); }
+  std::size_t at(std::int64_t head, std::int64_t block) const {
+    return static_cast<std::size_t>(head * blocks + block);
+  }
 };
 
 void check_block_size(int block_size) {
@@ -61,8 +65,13 @@ void check_header(int block_size, std::int64_t heads, std::int64_t blocks) {
   if (heads < 1) throw InvalidArgument("heads", fmt::format("block mask has {} heads: give 1, or one per head", heads));
   // Columns are int32, and heads * blocks must count rows without overflow.
   constexpr std::int64_t kMostRows = std::int64_t{1} << 40;
-  if (blocks < 0 || blocks > std::numeric_limits<std::int32_t>::max() || heads > kMostRows / std::max<std::int64_t>(1, blocks)) {
-    throw InvalidArgument("blocks", fmt::format("block mask of {} heads and {} block rows: give 0 to 2^31 - 1 block rows, and at most 2^40 over all heads", heads, blocks));
+  if (blocks < 0 || blocks > std::numeric_limits<std::int32_t>::max() ||
+      heads > kMostRows / std::max<std::int64_t>(1, blocks)) {
+    throw InvalidArgument(
+        "blocks",
+        fmt::format(
+            "block mask of {} heads and {} block rows: give 0 to 2^31 - 1 block rows, and at most 2^40 over all heads",
+            heads, blocks));
   }
 }
 
@@ -81,29 +90,34 @@ BlockMask BlockMask::trusted(int block_size, std::int64_t heads, std::int64_t bl
   return BlockMask(std::move(lists));
 }
 
-BlockMask BlockMask::from_lists(int block_size, std::int64_t heads, std::int64_t blocks, std::vector<std::int64_t> offsets,
-                                std::vector<std::int32_t> columns) {
+BlockMask BlockMask::from_lists(int block_size, std::int64_t heads, std::int64_t blocks,
+                                std::vector<std::int64_t> offsets, std::vector<std::int32_t> columns) {
   check_header(block_size, heads, blocks);
   if (static_cast<std::int64_t>(offsets.size()) != heads * blocks + 1) {
-    throw InvalidArgument("offsets", fmt::format("offsets has {} entries: give heads * blocks + 1 = {}", offsets.size(), heads * blocks + 1));
+    throw InvalidArgument("offsets", fmt::format("offsets has {} entries: give heads * blocks + 1 = {}", offsets.size(),
+                                                 heads * blocks + 1));
   }
   if (offsets.front() != 0 || offsets.back() != static_cast<std::int64_t>(columns.size())) {
-    throw InvalidArgument("offsets", fmt::format("offsets run from {} to {}: they must run from 0 to the number of columns, {}", offsets.front(),
-                                                 offsets.back(), columns.size()));
+    throw InvalidArgument("offsets",
+                          fmt::format("offsets run from {} to {}: they must run from 0 to the number of columns, {}",
+                                      offsets.front(), offsets.back(), columns.size()));
   }
   for (std::size_t i = 0; i + 1 < offsets.size(); ++i) {
     if (offsets[i] > offsets[i + 1] || offsets[i + 1] > offsets.back()) {
-      throw InvalidArgument("offsets", fmt::format("offsets[{}] is {} after {}: offsets ascend", i + 1, offsets[i + 1], offsets[i]));
+      throw InvalidArgument(
+          "offsets", fmt::format("offsets[{}] is {} after {}: offsets ascend", i + 1, offsets[i + 1], offsets[i]));
     }
     std::int64_t previous = -1;
     for (std::int64_t entry = offsets[i]; entry < offsets[i + 1]; ++entry) {
       const std::int32_t column = columns[static_cast<std::size_t>(entry)];
       if (column < 0 || column >= blocks) {
-        throw InvalidArgument("rows", fmt::format("rows[{}] names block {}: blocks are 0 to {}", i, column, blocks - 1));
+        throw InvalidArgument("rows",
+                              fmt::format("rows[{}] names block {}: blocks are 0 to {}", i, column, blocks - 1));
       }
       if (column <= previous) {
-        throw InvalidArgument("rows", fmt::format("rows[{}] has block {} after {}: list blocks in ascending order, once each",
-                                                  i, column, previous));
+        throw InvalidArgument(
+            "rows", fmt::format("rows[{}] has block {} after {}: list blocks in ascending order, once each", i, column,
+                                previous));
       }
       previous = column;
     }
@@ -115,7 +129,8 @@ BlockMask BlockMask::from_rows(int block_size, std::int64_t heads, std::int64_t 
                                const std::vector<std::vector<std::int32_t>>& rows) {
   check_header(block_size, heads, blocks);
   if (static_cast<std::int64_t>(rows.size()) != heads * blocks) {
-    throw InvalidArgument("rows", fmt::format("rows has {} lists: give heads * blocks = {}", rows.size(), heads * blocks));
+    throw InvalidArgument("rows",
+                          fmt::format("rows has {} lists: give heads * blocks = {}", rows.size(), heads * blocks));
   }
   std::vector<std::int64_t> offsets = {0};
   std::vector<std::int32_t> columns;
@@ -129,7 +144,8 @@ BlockMask BlockMask::from_rows(int block_size, std::int64_t heads, std::int64_t 
 BlockMask BlockMask::from_dense(int block_size, std::int64_t heads, std::int64_t blocks,
                                 std::span<const std::uint8_t> dense) {
   check_header(block_size, heads, blocks);
-  if (static_cast<double>(dense.size()) != static_cast<double>(heads) * static_cast<double>(blocks) * static_cast<double>(blocks)) {
+  if (static_cast<double>(dense.size()) !=
+      static_cast<double>(heads) * static_cast<double>(blocks) * static_cast<double>(blocks)) {
     throw InvalidArgument("dense", fmt::format("dense has {} entries: {} heads of {} x {} blocks need {}", dense.size(),
                                                heads, blocks, blocks, heads * blocks * blocks));
   }
@@ -179,17 +195,20 @@ bool BlockMask::active(std::int64_t head, std::int64_t block_row, std::int64_t b
 BlockList BlockMask::visible_row(std::int64_t head, std::int64_t block_row, std::int64_t rows, bool causal) const {
   const auto all = row(head, block_row);
   const std::int64_t last = causal ? block_row : (rows - 1) / block_size();
-  const auto seen = static_cast<std::size_t>(std::upper_bound(all.begin(), all.end(), static_cast<std::int32_t>(last)) - all.begin());
+  const auto seen =
+      static_cast<std::size_t>(std::upper_bound(all.begin(), all.end(), static_cast<std::int32_t>(last)) - all.begin());
   // Only the last block that a row may see can be short, or on the diagonal.
   const bool masked_inside = causal || rows % block_size() != 0;
   const std::size_t partial = seen > 0 && all[seen - 1] == last && masked_inside ? 1 : 0;
   return {all.subspan(0, seen - partial), all.subspan(seen - partial, partial)};
 }
 
-BlockList BlockMask::visible_column(std::int64_t head, std::int64_t block_column, std::int64_t rows, bool causal) const {
+BlockList BlockMask::visible_column(std::int64_t head, std::int64_t block_column, std::int64_t rows,
+                                    bool causal) const {
   const auto all = column(head, block_column);
   const std::int64_t last = (rows - 1) / block_size();
-  const auto begin = causal ? std::lower_bound(all.begin(), all.end(), static_cast<std::int32_t>(block_column)) : all.begin();
+  const auto begin =
+      causal ? std::lower_bound(all.begin(), all.end(), static_cast<std::int32_t>(block_column)) : all.begin();
   const auto end = std::upper_bound(begin, all.end(), static_cast<std::int32_t>(last));
   const std::span<const std::int32_t> seen(begin, end);
   if (block_column == last && rows % block_size() != 0) return {{}, seen};
@@ -200,18 +219,21 @@ BlockList BlockMask::visible_column(std::int64_t head, std::int64_t block_column
 std::int64_t BlockMask::active_blocks() const { return static_cast<std::int64_t>(lists_->columns.size()); }
 
 double BlockMask::density() const {
-  const double all = static_cast<double>(lists_->heads) * static_cast<double>(lists_->blocks) * static_cast<double>(lists_->blocks);
+  const double all =
+      static_cast<double>(lists_->heads) * static_cast<double>(lists_->blocks) * static_cast<double>(lists_->blocks);
   return all > 0 ? static_cast<double>(active_blocks()) / all : 0.0;
 }
 
 template <class Combine>
 BlockMask BlockMask::combined(const BlockMask& other, Combine&& combine) const {
   if (block_size() != other.block_size() || blocks() != other.blocks()) {
-    throw InvalidArgument("mask", fmt::format("{} blocks of {} and {} blocks of {}: masks combine where both numbers agree", blocks(),
-                                              block_size(), other.blocks(), other.block_size()));
+    throw InvalidArgument(
+        "mask", fmt::format("{} blocks of {} and {} blocks of {}: masks combine where both numbers agree", blocks(),
+                            block_size(), other.blocks(), other.block_size()));
   }
   if (heads() != other.heads() && heads() != 1 && other.heads() != 1) {
-    throw InvalidArgument("mask", fmt::format("masks of {} and of {} heads: give equal numbers, or 1", heads(), other.heads()));
+    throw InvalidArgument("mask",
+                          fmt::format("masks of {} and of {} heads: give equal numbers, or 1", heads(), other.heads()));
   }
   const std::int64_t all_heads = std::max(heads(), other.heads());
   std::vector<std::int64_t> offsets = {0};
@@ -230,16 +252,19 @@ BlockMask BlockMask::operator|(const BlockMask& other) const {
   return combined(other, [](auto a, auto b, auto out) { std::set_union(a.begin(), a.end(), b.begin(), b.end(), out); });
 }
 BlockMask BlockMask::operator&(const BlockMask& other) const {
-  return combined(other, [](auto a, auto b, auto out) { std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), out); });
+  return combined(other,
+                  [](auto a, auto b, auto out) { std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), out); });
 }
 BlockMask BlockMask::operator-(const BlockMask& other) const {
-  return combined(other, [](auto a, auto b, auto out) { std::set_difference(a.begin(), a.end(), b.begin(), b.end(), out); });
+  return combined(other,
+                  [](auto a, auto b, auto out) { std::set_difference(a.begin(), a.end(), b.begin(), b.end(), out); });
 }
 
 bool BlockMask::operator==(const BlockMask& other) const {
   if (lists_ == other.lists_) return true;
   return lists_->block_size == other.lists_->block_size && lists_->heads == other.lists_->heads &&
-         lists_->blocks == other.lists_->blocks && lists_->offsets == other.lists_->offsets && lists_->columns == other.lists_->columns;
+         lists_->blocks == other.lists_->blocks && lists_->offsets == other.lists_->offsets &&
+         lists_->columns == other.lists_->columns;
 }
 
 std::uint64_t BlockMask::hash() const {
@@ -254,7 +279,8 @@ std::uint64_t BlockMask::hash() const {
   return lists_->hash;
 }
 
-std::shared_ptr<const void> BlockMask::kept(std::uint64_t key, const std::function<std::shared_ptr<const void>(const BlockMask&)>& make) const {
+std::shared_ptr<const void> BlockMask::kept(
+    std::uint64_t key, const std::function<std::shared_ptr<const void>(const BlockMask&)>& make) const {
   const std::lock_guard lock(lists_->keeping);
   for (const auto& [found, value] : lists_->kept) {
     if (found == key) return value;
@@ -263,12 +289,13 @@ std::shared_ptr<const void> BlockMask::kept(std::uint64_t key, const std::functi
 }
 
 std::size_t BlockMask::bytes() const {
-  return sizeof(Lists) + 2 * (lists_->offsets.size() * sizeof(std::int64_t) + lists_->columns.size() * sizeof(std::int32_t));
+  return sizeof(Lists) +
+         2 * (lists_->offsets.size() * sizeof(std::int64_t) + lists_->columns.size() * sizeof(std::int32_t));
 }
 
 std::string BlockMask::to_string() const {
-  return fmt::format("block mask of {} x {} blocks of {}, {} head{}, density {:.4g}", blocks(), blocks(), block_size(), heads(),
-                     heads() == 1 ? "" : "s", density());
+  return fmt::format("block mask of {} x {} blocks of {}, {} head{}, density {:.4g}", blocks(), blocks(), block_size(),
+                     heads(), heads() == 1 ? "" : "s", density());
 }
 
 }  // namespace longspan

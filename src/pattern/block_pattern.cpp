@@ -27,12 +27,14 @@ constexpr std::int64_t kMostActive = std::int64_t{1} << 32;  // 16 GiB of lists:
 
 void check_density(double density) {
   if (!(density > 0 && density <= 1)) {
-    throw InvalidArgument("density", fmt::format("density is {}: give the fraction of blocks to keep, in (0, 1]", density));
+    throw InvalidArgument("density",
+                          fmt::format("density is {}: give the fraction of blocks to keep, in (0, 1]", density));
   }
 }
 
 void check_at_least(std::string_view name, std::int64_t value, std::int64_t least) {
-  if (value < least) throw InvalidArgument(std::string(name), fmt::format("{} is {}: give {} or more tokens", name, value, least));
+  if (value < least)
+    throw InvalidArgument(std::string(name), fmt::format("{} is {}: give {} or more tokens", name, value, least));
 }
 
 void check_term(const BlockTerm& term) {
@@ -45,17 +47,22 @@ void check_term(const BlockTerm& term) {
     case Kind::global_local:
       return check_at_least("window", number(1), 0);
     case Kind::dilated_sparse:
-      if (term.numbers.empty()) throw InvalidArgument("rates", "rates is empty: give distances in blocks, such as 1, 2, 4");
+      if (term.numbers.empty())
+        throw InvalidArgument("rates", "rates is empty: give distances in blocks, such as 1, 2, 4");
       for (const std::int64_t rate : term.numbers) {
         if (rate < 1) throw InvalidArgument("rates", fmt::format("rates has {}: distances are at least 1 block", rate));
       }
       return;
     case Kind::hierarchical:
-      if (term.numbers.empty()) throw InvalidArgument("levels", "levels is empty: give pairs of stride and window, such as 64:256");
+      if (term.numbers.empty())
+        throw InvalidArgument("levels", "levels is empty: give pairs of stride and window, such as 64:256");
       for (std::size_t i = 0; i < term.numbers.size(); i += 2) {
-        if (number(i) < 1) throw InvalidArgument("levels", fmt::format("level {} has stride {}: give 1 or more tokens", i / 2, number(i)));
+        if (number(i) < 1)
+          throw InvalidArgument("levels",
+                                fmt::format("level {} has stride {}: give 1 or more tokens", i / 2, number(i)));
         if (number(i + 1) < -1) {
-          throw InvalidArgument("levels", fmt::format("level {} has window {}: give tokens, or -1 for all", i / 2, number(i + 1)));
+          throw InvalidArgument(
+              "levels", fmt::format("level {} has window {}: give tokens, or -1 for all", i / 2, number(i + 1)));
         }
       }
       return;
@@ -72,8 +79,8 @@ void add_range(std::vector<std::int32_t>& columns, std::int64_t first, std::int6
   }
 }
 
-/// The union of ascending lists, appended to `target`: runs of the longer list between entries of the shorter one, which is
-/// often a few blocks only, are found in growing strides and copied whole.
+/// The union of ascending lists, appended to `target`: runs of the longer list between entries of the shorter one,
+/// which is often a few blocks only, are found in growing strides and copied whole.
 void append_union(std::span<const std::int32_t> a, std::span<const std::int32_t> b, std::vector<std::int32_t>& target) {
   auto [longer, shorter] = a.size() < b.size() ? std::tie(b, a) : std::tie(a, b);
   for (const std::int32_t column : shorter) {
@@ -83,7 +90,8 @@ void append_union(std::span<const std::int32_t> a, std::span<const std::int32_t>
     const auto next = std::lower_bound(longer.begin(), end, column);
     target.insert(target.end(), longer.begin(), next);
     target.push_back(column);
-    longer = longer.subspan(static_cast<std::size_t>(next - longer.begin()) + (next != longer.end() && *next == column));
+    longer =
+        longer.subspan(static_cast<std::size_t>(next - longer.begin()) + (next != longer.end() && *next == column));
   }
   target.insert(target.end(), longer.begin(), longer.end());
 }
@@ -109,7 +117,8 @@ struct RowMaker {
       }
       case Kind::strided: {
         const std::int64_t step = std::max<std::int64_t>(1, term.numbers[0] / b);
-        for (std::int64_t column = row % step; column < blocks; column += step) columns.push_back(static_cast<std::int32_t>(column));
+        for (std::int64_t column = row % step; column < blocks; column += step)
+          columns.push_back(static_cast<std::int32_t>(column));
         return;
       }
       case Kind::dilated_sparse:
@@ -145,8 +154,8 @@ struct RowMaker {
   }
 
   /// The union of all terms (and a custom mask's row), appended to `target`.
-  void append(const std::vector<BlockTerm>& terms, const std::optional<BlockMask>& custom, std::int64_t head, std::int64_t row,
-              std::vector<std::int32_t>& target) {
+  void append(const std::vector<BlockTerm>& terms, const std::optional<BlockMask>& custom, std::int64_t head,
+              std::int64_t row, std::vector<std::int32_t>& target) {
     const std::size_t begin = target.size();
     if (custom) {
       const auto own = custom->row(head, row);
@@ -167,13 +176,18 @@ BlockTerm make_term(Kind kind, std::vector<std::int64_t> numbers, double density
 
 }  // namespace
 
-BlockPattern::BlockPattern(int block_size, std::vector<BlockTerm> terms) : block_size_(block_size), terms_(std::move(terms)) { check(); }
+BlockPattern::BlockPattern(int block_size, std::vector<BlockTerm> terms)
+    : block_size_(block_size), terms_(std::move(terms)) {
+  check();
+}
 BlockPattern::BlockPattern(BlockMask mask) : block_size_(mask.block_size()), custom_(std::move(mask)) {}
 
 BlockPattern BlockPattern::local_window(std::int64_t window, int block_size) {
   return {block_size, {make_term(Kind::local_window, {window})}};
 }
-BlockPattern BlockPattern::strided(std::int64_t stride, int block_size) { return {block_size, {make_term(Kind::strided, {stride})}}; }
+BlockPattern BlockPattern::strided(std::int64_t stride, int block_size) {
+  return {block_size, {make_term(Kind::strided, {stride})}};
+}
 BlockPattern BlockPattern::dilated_sparse(const std::vector<std::int64_t>& rates, int block_size) {
   return {block_size, {make_term(Kind::dilated_sparse, rates)}};
 }
@@ -181,7 +195,8 @@ BlockPattern BlockPattern::global_local(std::int64_t global_tokens, std::int64_t
   check_at_least("global_tokens", global_tokens, 0);
   return {block_size, {make_term(Kind::global_local, {global_tokens, window})}};
 }
-BlockPattern BlockPattern::hierarchical(const std::vector<std::pair<std::int64_t, std::int64_t>>& levels, int block_size) {
+BlockPattern BlockPattern::hierarchical(const std::vector<std::pair<std::int64_t, std::int64_t>>& levels,
+                                        int block_size) {
   std::vector<std::int64_t> numbers;
   for (const auto& [stride, window] : levels) numbers.insert(numbers.end(), {stride, window});
   return {block_size, {make_term(Kind::hierarchical, std::move(numbers))}};
@@ -189,11 +204,15 @@ BlockPattern BlockPattern::hierarchical(const std::vector<std::pair<std::int64_t
 BlockPattern BlockPattern::random(double density, std::uint64_t seed, int block_size) {
   return {block_size, {make_term(Kind::random, {}, density, seed)}};
 }
-BlockPattern BlockPattern::adaptive(double density, int block_size) { return {block_size, {make_term(Kind::adaptive, {}, density)}}; }
-BlockPattern BlockPattern::bigbird(std::int64_t global_tokens, std::int64_t window, double density, std::uint64_t seed, int block_size) {
+BlockPattern BlockPattern::adaptive(double density, int block_size) {
+  return {block_size, {make_term(Kind::adaptive, {}, density)}};
+}
+BlockPattern BlockPattern::bigbird(std::int64_t global_tokens, std::int64_t window, double density, std::uint64_t seed,
+                                   int block_size) {
   if (window < 0) window = 3 * block_size;
-  const BlockPattern first = global_tokens < 0 ? parse(fmt::format("block={} global_local(<={},{})", block_size, 2 * block_size, window))
-                                               : global_local(global_tokens, window, block_size);
+  const BlockPattern first =
+      global_tokens < 0 ? parse(fmt::format("block={} global_local(<={},{})", block_size, 2 * block_size, window))
+                        : global_local(global_tokens, window, block_size);
   return first | random(density, seed, block_size);
 }
 BlockPattern BlockPattern::longformer(std::int64_t window, std::int64_t global_tokens, int block_size) {
@@ -202,7 +221,8 @@ BlockPattern BlockPattern::longformer(std::int64_t window, std::int64_t global_t
 
 BlockPattern BlockPattern::operator|(const BlockPattern& other) const {
   if (block_size_ != other.block_size_) {
-    throw InvalidArgument("block_size", fmt::format("block sizes {} and {}: patterns unite where they agree", block_size_, other.block_size_));
+    throw InvalidArgument("block_size", fmt::format("block sizes {} and {}: patterns unite where they agree",
+                                                    block_size_, other.block_size_));
   }
   BlockPattern both = *this;
   for (const BlockTerm& term : other.terms_) {
@@ -215,7 +235,8 @@ BlockPattern BlockPattern::operator|(const BlockPattern& other) const {
 
 void BlockPattern::check() const {
   check_block_size(block_size_);
-  if (terms_.empty() && !custom_) throw InvalidArgument("pattern", "the block pattern is empty: give at least one term or a mask");
+  if (terms_.empty() && !custom_)
+    throw InvalidArgument("pattern", "the block pattern is empty: give at least one term or a mask");
   for (const BlockTerm& term : terms_) {
     check_term(term);
     if (term.kind == Kind::adaptive && (terms_.size() > 1 || custom_)) {
@@ -229,31 +250,41 @@ double BlockPattern::adaptive_density() const {
 }
 
 bool BlockPattern::depends_on_length(bool causal) const {
-  return !causal && std::any_of(terms_.begin(), terms_.end(), [](const BlockTerm& term) { return term.kind == Kind::random; });
+  return !causal &&
+         std::any_of(terms_.begin(), terms_.end(), [](const BlockTerm& term) { return term.kind == Kind::random; });
 }
 
 BlockMask BlockPattern::mask(std::int64_t rows, std::int64_t heads, bool causal) const {
   const std::int64_t blocks = rows / block_size_ + (rows % block_size_ != 0);
   if (blocks > std::numeric_limits<std::int32_t>::max()) {
-    throw InvalidArgument("block_size", fmt::format("{} rows in blocks of {} are too many blocks for a mask: use larger blocks", rows, block_size_));
+    throw InvalidArgument(
+        "block_size",
+        fmt::format("{} rows in blocks of {} are too many blocks for a mask: use larger blocks", rows, block_size_));
   }
   if (custom_ && custom_->blocks() != blocks) {
-    throw InvalidArgument("mask", fmt::format("the block mask has {} block rows: strands of up to {} rows in blocks of {} need {}",
-                                              custom_->blocks(), rows, block_size_, blocks));
+    throw InvalidArgument(
+        "mask", fmt::format("the block mask has {} block rows: strands of up to {} rows in blocks of {} need {}",
+                            custom_->blocks(), rows, block_size_, blocks));
   }
   for (const BlockTerm& term : terms_) {
     if (term.kind == Kind::global_local && term.numbers[0] > rows) {
-      throw InvalidArgument("global_tokens", fmt::format("global_tokens is {}: the sequence has {}; give at most so many", term.numbers[0], rows));
+      throw InvalidArgument(
+          "global_tokens",
+          fmt::format("global_tokens is {}: the sequence has {}; give at most so many", term.numbers[0], rows));
     }
   }
   return terms_.empty() ? *custom_ : make(custom_, rows, heads, causal);
 }
 
-BlockMask BlockPattern::entry_mask(std::int64_t rows, std::int64_t heads, bool causal) const { return make({}, rows, heads, causal); }
+BlockMask BlockPattern::entry_mask(std::int64_t rows, std::int64_t heads, bool causal) const {
+  return make({}, rows, heads, causal);
+}
 
-BlockMask BlockPattern::make(const std::optional<BlockMask>& custom, std::int64_t rows, std::int64_t heads, bool causal) const {
+BlockMask BlockPattern::make(const std::optional<BlockMask>& custom, std::int64_t rows, std::int64_t heads,
+                             bool causal) const {
   const std::int64_t blocks = rows / block_size_ + (rows % block_size_ != 0);
-  const bool random = std::any_of(terms_.begin(), terms_.end(), [](const BlockTerm& term) { return term.kind == Kind::random; });
+  const bool random =
+      std::any_of(terms_.begin(), terms_.end(), [](const BlockTerm& term) { return term.kind == Kind::random; });
   const std::int64_t mask_heads = custom && custom->heads() > 1 ? custom->heads() : random ? heads : 1;
 
   // Chunks of rows are made in parallel, each with lists of its own, and joined in their order.
@@ -268,25 +299,29 @@ BlockMask BlockPattern::make(const std::optional<BlockMask>& custom, std::int64_
     auto& part = parts[static_cast<std::size_t>(chunk)];
     const std::int64_t end = std::min((chunk + 1) * kRowsPerChunk, all_rows);
     for (std::int64_t row = chunk * kRowsPerChunk; row < end; ++row) {
-      if (row % kRowsPerChunk == 1 && part.size() < 4096) part.reserve(part.size() * (kRowsPerChunk + 4));  // rows are mostly alike
+      if (row % kRowsPerChunk == 1 && part.size() < 4096)
+        part.reserve(part.size() * (kRowsPerChunk + 4));  // rows are mostly alike
       makers[static_cast<std::size_t>(worker)].append(terms_, custom, row / blocks, row % blocks, part);
       offsets[static_cast<std::size_t>(row + 1)] = static_cast<std::int64_t>(part.size());
     }
     if (active += static_cast<std::int64_t>(part.size()); active > kMostActive) {
-      throw InvalidArgument("pattern", fmt::format("the block pattern keeps more than {} blocks of {} rows: use larger blocks, a lower "
-                                                   "density, or dense attention",
-                                                   kMostActive, rows));
+      throw InvalidArgument(
+          "pattern", fmt::format("the block pattern keeps more than {} blocks of {} rows: use larger blocks, a lower "
+                                 "density, or dense attention",
+                                 kMostActive, rows));
     }
   });
   std::vector<std::int64_t> begins(parts.size() + 1);
-  for (std::size_t chunk = 0; chunk < parts.size(); ++chunk) begins[chunk + 1] = begins[chunk] + static_cast<std::int64_t>(parts[chunk].size());
+  for (std::size_t chunk = 0; chunk < parts.size(); ++chunk)
+    begins[chunk + 1] = begins[chunk] + static_cast<std::int64_t>(parts[chunk].size());
   std::vector<std::int32_t> columns(static_cast<std::size_t>(begins.back()));
   parallel_for(threads, chunks, {}, [&](int, std::int64_t chunk) {
     const auto& part = parts[static_cast<std::size_t>(chunk)];
     const std::int64_t first = begins[static_cast<std::size_t>(chunk)];
     std::copy(part.begin(), part.end(), columns.begin() + first);
     const std::int64_t end = std::min((chunk + 1) * kRowsPerChunk, all_rows);
-    for (std::int64_t row = chunk * kRowsPerChunk; row < end; ++row) offsets[static_cast<std::size_t>(row + 1)] += first;
+    for (std::int64_t row = chunk * kRowsPerChunk; row < end; ++row)
+      offsets[static_cast<std::size_t>(row + 1)] += first;
   });
   return BlockMask::trusted(block_size_, mask_heads, blocks, std::move(offsets), std::move(columns));
 }

@@ -2,7 +2,8 @@
 //
 //   [block=64] TERM+TERM ... [heads=1 blocks=4 rows=0;0-1;1,3;]     (blanks may stand for +)
 //   TERM  local_window(512), strided(512), dilated_sparse(1,2,4), global_local(64,512), random(0.1,7), adaptive(0.1),
-//         hierarchical(64:256,1024:-1), global_local(<=64,512) where a shorter sequence is all global; also bigbird(128,192,0.05,7) and longformer(512,64), which are unions of those
+//         hierarchical(64:256,1024:-1), global_local(<=64,512) where a shorter sequence is all global; also
+//         bigbird(128,192,0.05,7) and longformer(512,64), which are unions of those
 //   rows  one list per head and block row, ranges inclusive
 #include <algorithm>
 #include <array>
@@ -24,12 +25,16 @@ struct TermName {
 };
 constexpr std::size_t kAny = 1 << 16;
 constexpr std::string_view kUpTo = "<=";
-constexpr std::array kTerms = {TermName{"local_window", Kind::local_window, 1, 1},     TermName{"strided", Kind::strided, 1, 1},
-                               TermName{"dilated_sparse", Kind::dilated_sparse, 1, kAny}, TermName{"global_local", Kind::global_local, 2, 2},
-                               TermName{"hierarchical", Kind::hierarchical, 0, kAny},  TermName{"random", Kind::random, 1, 2},
+constexpr std::array kTerms = {TermName{"local_window", Kind::local_window, 1, 1},
+                               TermName{"strided", Kind::strided, 1, 1},
+                               TermName{"dilated_sparse", Kind::dilated_sparse, 1, kAny},
+                               TermName{"global_local", Kind::global_local, 2, 2},
+                               TermName{"hierarchical", Kind::hierarchical, 0, kAny},
+                               TermName{"random", Kind::random, 1, 2},
                                TermName{"adaptive", Kind::adaptive, 1, 1}};
 constexpr std::string_view kKnown =
-    "is not a block pattern: use local_window(512), strided(512), dilated_sparse(1,2,4), global_local(64,512), hierarchical, "
+    "is not a block pattern: use local_window(512), strided(512), dilated_sparse(1,2,4), global_local(64,512), "
+    "hierarchical, "
     "random(0.1,0), adaptive(0.1), bigbird or longformer";
 
 std::string print_rows(const BlockMask& mask) {
@@ -54,7 +59,8 @@ std::string print_rows(const BlockMask& mask) {
 bool is_limit(Kind kind, std::size_t index) { return kind == Kind::global_local && index == 0; }
 
 std::string print_term(const BlockTerm& term) {
-  const auto name = std::find_if(kTerms.begin(), kTerms.end(), [&](const TermName& known) { return known.kind == term.kind; })->name;
+  const auto name =
+      std::find_if(kTerms.begin(), kTerms.end(), [&](const TermName& known) { return known.kind == term.kind; })->name;
   if (term.kind == Kind::random) return fmt::format("{}({},{})", name, term.density, term.seed);
   if (term.kind == Kind::adaptive) return fmt::format("{}({})", name, term.density);
   std::string numbers;
@@ -100,7 +106,10 @@ class BlockText {
       else if (name == "heads") heads_ = reader_.number<std::int64_t>(field, value);
       else if (name == "blocks") blocks_ = reader_.number<std::int64_t>(field, value);
       else if (name == "rows") rows_ = value, has_rows = true;
-      else reader_.fail(field, "is not part of a block pattern: use block=, heads=, blocks=, rows= and terms such as local_window(512)");
+      else
+        reader_.fail(
+            field,
+            "is not part of a block pattern: use block=, heads=, blocks=, rows= and terms such as local_window(512)");
     }
     std::optional<BlockPattern> result;
     for (const std::string_view word : terms) {
@@ -163,7 +172,8 @@ class BlockText {
         if (limit && number < 0) reader_.fail(word, "has negative global tokens: give 0 or more");
         result.numbers.push_back(up_to ? -number : number);
       }
-      if (known.kind == Kind::hierarchical && result.numbers.size() % 2 != 0) reader_.fail(word, "needs pairs of stride and window");
+      if (known.kind == Kind::hierarchical && result.numbers.size() % 2 != 0)
+        reader_.fail(word, "needs pairs of stride and window");
       return {block_size_, {std::move(result)}};
     }
     reader_.fail(word, kKnown);
@@ -171,8 +181,10 @@ class BlockText {
 
   BlockMask custom() const {
     // Counted before anything is expanded, so that a lying text cannot exhaust memory.
-    if (static_cast<double>(std::count(rows_.begin(), rows_.end(), ';')) != static_cast<double>(heads_) * static_cast<double>(blocks_)) {
-      reader_.fail("rows=", fmt::format("needs one row list, closed by ';', for each of {} heads x {} blocks", heads_, blocks_));
+    if (static_cast<double>(std::count(rows_.begin(), rows_.end(), ';')) !=
+        static_cast<double>(heads_) * static_cast<double>(blocks_)) {
+      reader_.fail("rows=",
+                   fmt::format("needs one row list, closed by ';', for each of {} heads x {} blocks", heads_, blocks_));
     }
     std::vector<std::vector<std::int32_t>> lists;
     for (std::string_view rest = rows_; !rest.empty();) {
@@ -182,7 +194,8 @@ class BlockText {
       for (const std::string_view entry : split(rest.substr(0, end), ",")) {
         const std::size_t dash = entry.find('-');
         const auto first = reader_.number<std::int32_t>(entry, entry.substr(0, dash));
-        const auto last = dash == std::string_view::npos ? first : reader_.number<std::int32_t>(entry, entry.substr(dash + 1));
+        const auto last =
+            dash == std::string_view::npos ? first : reader_.number<std::int32_t>(entry, entry.substr(dash + 1));
         if (last < first || last >= blocks_) reader_.fail(entry, "is not a range of blocks of the mask");
         for (std::int32_t column = first; column <= last; ++column) list.push_back(column);
       }
@@ -205,7 +218,8 @@ std::string BlockPattern::to_string() const {
     text += i > 0 ? '+' : ' ';
     text += print_term(terms_[i]);
   }
-  if (custom_) text += fmt::format(" heads={} blocks={} rows={}", custom_->heads(), custom_->blocks(), print_rows(*custom_));
+  if (custom_)
+    text += fmt::format(" heads={} blocks={} rows={}", custom_->heads(), custom_->blocks(), print_rows(*custom_));
   return text;
 }
 

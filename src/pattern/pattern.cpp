@@ -11,10 +11,12 @@
 namespace longspan {
 namespace {
 
-std::vector<Branch> make_branches(const std::vector<std::int64_t>& segments, const std::vector<std::int64_t>& dilations) {
+std::vector<Branch> make_branches(const std::vector<std::int64_t>& segments,
+                                  const std::vector<std::int64_t>& dilations) {
   if (segments.size() != dilations.size()) {
-    throw InvalidArgument("dilations", fmt::format("segments has {} entries, dilations has {}: give one dilation per segment",
-                                                   segments.size(), dilations.size()));
+    throw InvalidArgument("dilations",
+                          fmt::format("segments has {} entries, dilations has {}: give one dilation per segment",
+                                      segments.size(), dilations.size()));
   }
   std::vector<Branch> branches;
   branches.reserve(segments.size());
@@ -83,10 +85,12 @@ void Pattern::check() const {
   }
   for (std::size_t i = 0; i < branches_.size(); ++i) {
     if (branches_[i].segment < 1) {
-      throw InvalidArgument("segments", fmt::format("segments[{}] is {}: segment lengths are at least 1", i, branches_[i].segment));
+      throw InvalidArgument("segments",
+                            fmt::format("segments[{}] is {}: segment lengths are at least 1", i, branches_[i].segment));
     }
     if (branches_[i].dilation < 1) {
-      throw InvalidArgument("dilations", fmt::format("dilations[{}] is {}: dilations are at least 1", i, branches_[i].dilation));
+      throw InvalidArgument("dilations",
+                            fmt::format("dilations[{}] is {}: dilations are at least 1", i, branches_[i].dilation));
     }
   }
   if (!std::isfinite(output_scale_)) {

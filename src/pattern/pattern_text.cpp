@@ -4,7 +4,8 @@
 //   KIND     dense (no branches follow), dilated (head groups), longnet (all heads)
 //   SEGMENT  a length, or `whole`
 //   BLOCKS   a block pattern as block_text.cpp has it
-//   longspan/1 block_sparse [options] BLOCKS is one branch over the whole sequence; a term may stand for `block_sparse`.
+//   longspan/1 block_sparse [options] BLOCKS is one branch over the whole sequence; a term may stand for
+//   `block_sparse`.
 #include "longspan/pattern.h"
 #include "pattern/text.h"
 
@@ -16,14 +17,16 @@ constexpr std::string_view kVersion = "longspan/1";
 }  // namespace
 
 std::string Pattern::to_string() const {
-  const bool is_dense = assignment_ == HeadAssignment::all && phase_rule_ == PhaseRule::paper && branches_.size() == 1 &&
-                        branches_[0] == Branch{};
-  const bool is_block_sparse = !is_dense && assignment_ == HeadAssignment::all && phase_rule_ == PhaseRule::paper && branches_.size() == 1 &&
-                               branches_[0].segment == kWholeSequence && branches_[0].dilation == 1;
-  std::string text = fmt::format("{} {}", kVersion, is_dense                                  ? "dense"
-                                                    : is_block_sparse                         ? "block_sparse"
-                                                    : assignment_ == HeadAssignment::groups ? "dilated"
-                                                                                            : "longnet");
+  const bool is_dense = assignment_ == HeadAssignment::all && phase_rule_ == PhaseRule::paper &&
+                        branches_.size() == 1 && branches_[0] == Branch{};
+  const bool is_block_sparse = !is_dense && assignment_ == HeadAssignment::all && phase_rule_ == PhaseRule::paper &&
+                               branches_.size() == 1 && branches_[0].segment == kWholeSequence &&
+                               branches_[0].dilation == 1;
+  std::string text = fmt::format("{} {}", kVersion,
+                                 is_dense                                ? "dense"
+                                 : is_block_sparse                       ? "block_sparse"
+                                 : assignment_ == HeadAssignment::groups ? "dilated"
+                                                                         : "longnet");
   if (phase_rule_ == PhaseRule::torchscale) text += " phase=torchscale";
   if (pad_keys_) text += " pad_keys";
   if (long_segments_ == LongSegments::skip) text += " long=skip";
@@ -50,14 +53,17 @@ Pattern Pattern::parse(std::string_view text) {
   const bool dense = word == "dense";
   const bool branches_follow = word == "dilated" || word == "longnet";
   if (word == "dilated") pattern.assignment_ = HeadAssignment::groups;
-  if (word.empty()) reader.fail(word, "is empty: use dense, dilated 2048/1 4096/2, longnet 2048/1 4096/2 or a block pattern such as bigbird");
+  if (word.empty())
+    reader.fail(word,
+                "is empty: use dense, dilated 2048/1 4096/2, longnet 2048/1 4096/2 or a block pattern such as bigbird");
   if (!dense && !branches_follow && word != "block_sparse") blocks = word;
 
   for (word = reader.next(); !word.empty(); word = reader.next()) {
     if (word == "pad_keys") {
       pattern.pad_keys_ = true;
     } else if (word == "phase=torchscale" || word == "phase=paper") {
-      if (pattern.assignment_ == HeadAssignment::groups) reader.fail(word, "goes with longnet: head groups have their own phase");
+      if (pattern.assignment_ == HeadAssignment::groups)
+        reader.fail(word, "goes with longnet: head groups have their own phase");
       pattern.phase_rule_ = word == "phase=paper" ? PhaseRule::paper : PhaseRule::torchscale;
     } else if (word == "long=skip" || word == "long=clip") {
       pattern.long_segments_ = word == "long=skip" ? LongSegments::skip : LongSegments::clip;

@@ -20,7 +20,8 @@ std::int64_t rows_below(const Strand& strand, std::int64_t position) {
 }
 
 /// Adds the keys of strand rows [begin, end) to the cells they lie in.
-void add_keys(const Strand& strand, std::int64_t begin, std::int64_t end, std::int64_t cell, std::vector<double>& keys) {
+void add_keys(const Strand& strand, std::int64_t begin, std::int64_t end, std::int64_t cell,
+              std::vector<double>& keys) {
   while (begin < end) {
     const std::int64_t column = (strand.start + begin * strand.stride) / cell;
     const std::int64_t stop = std::min(end, std::max(begin + 1, rows_below(strand, (column + 1) * cell)));
@@ -40,8 +41,10 @@ std::string shade(float share, bool ascii) {
 
 PatternPicture picture(const Plan& plan, std::int64_t head, std::int64_t most_cells) {
   const Problem& problem = plan.problem();
-  if (head < 0 || head >= problem.heads) throw InvalidArgument("head", fmt::format("head {}: the problem has {}", head, problem.heads));
-  if (most_cells < 1 || most_cells > 4096) throw InvalidArgument("cells", fmt::format("cells is {}: give 1 to 4096", most_cells));
+  if (head < 0 || head >= problem.heads)
+    throw InvalidArgument("head", fmt::format("head {}: the problem has {}", head, problem.heads));
+  if (most_cells < 1 || most_cells > 4096)
+    throw InvalidArgument("cells", fmt::format("cells is {}: give 1 to 4096", most_cells));
   std::int64_t grain = 1;
   for (const BranchPlan& branch : plan.branches()) {
     if (branch.mask && branch.owns(head)) grain = std::max(grain, branch.mask->block_size() * branch.dilation);
@@ -60,14 +63,16 @@ PatternPicture picture(const Plan& plan, std::int64_t head, std::int64_t most_ce
       std::fill(seen.begin(), seen.end(), 0.0);
       std::fill(all.begin(), all.end(), 0.0);
       const std::int64_t first = row_cell * cell, last = std::min(first + cell, problem.tokens);
-      const std::int64_t step = std::max<std::int64_t>(1, (last - first) / branch.dilation / kRowsPerCell) * branch.dilation;
+      const std::int64_t step =
+          std::max<std::int64_t>(1, (last - first) / branch.dilation / kRowsPerCell) * branch.dilation;
       std::int64_t position = first;
       while (position < last && !branch.covers(head, position)) ++position;
       for (; position < last; position += step) {
         while (position < last && !branch.covers(head, position)) ++position;
         if (position >= last) break;
         const Strand strand = branch.strand(head, position / branch.segment, problem.tokens);
-        const std::int64_t own = (position - strand.start) / strand.stride, end = plan.options().causal ? own + 1 : strand.count;
+        const std::int64_t own = (position - strand.start) / strand.stride,
+                           end = plan.options().causal ? own + 1 : strand.count;
         add_keys(strand, 0, strand.count, cell, all);
         if (!branch.mask) {
           add_keys(strand, 0, end, cell, seen);
@@ -104,16 +109,18 @@ std::string PatternPicture::to_svg(std::string_view title) const {
     else safe += letter;
   }
   std::string svg = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {0}\" width=\"480\" height=\"480\" shape-rendering=\"crispEdges\" "
-      "role=\"img\"><title>{1}</title>\n<rect width=\"{0}\" height=\"{0}\" fill=\"#8a94a6\" fill-opacity=\"0.15\"/>\n<g fill=\"#3d6bd6\">\n",
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {0}\" width=\"480\" height=\"480\" "
+      "shape-rendering=\"crispEdges\" "
+      "role=\"img\"><title>{1}</title>\n<rect width=\"{0}\" height=\"{0}\" fill=\"#8a94a6\" "
+      "fill-opacity=\"0.15\"/>\n<g fill=\"#3d6bd6\">\n",
       cells, safe);
   for (std::int64_t row = 0; row < cells; ++row) {
     for (std::int64_t column = 0; column < cells;) {
       std::int64_t end = column + 1;
       while (end < cells && at(row, end) == at(row, column)) ++end;
       if (at(row, column) > 0) {
-        svg += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"1\" fill-opacity=\"{:.2g}\"/>\n", column, row, end - column,
-                           0.25 + 0.75 * at(row, column));
+        svg += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"1\" fill-opacity=\"{:.2g}\"/>\n", column, row,
+                           end - column, 0.25 + 0.75 * at(row, column));
       }
       column = end;
     }

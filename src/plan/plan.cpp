@@ -34,13 +34,15 @@ double strand_pairs(std::int64_t count, bool causal, const std::optional<BlockMa
 void check_mask(const BlockMask& mask, std::size_t branch, std::int64_t rows, const Problem& problem) {
   const std::int64_t needed = ceil_divide(rows, mask.block_size());
   if (mask.blocks() != needed) {
-    throw InvalidArgument("mask", fmt::format("the block mask of branch {} has {} block rows: strands of up to {} rows in "
-                                              "blocks of {} need {}",
-                                              branch, mask.blocks(), rows, mask.block_size(), needed));
+    throw InvalidArgument("mask",
+                          fmt::format("the block mask of branch {} has {} block rows: strands of up to {} rows in "
+                                      "blocks of {} need {}",
+                                      branch, mask.blocks(), rows, mask.block_size(), needed));
   }
   if (mask.heads() != 1 && mask.heads() != problem.heads && mask.heads() != problem.batch * problem.heads) {
-    throw InvalidArgument("mask", fmt::format("the block mask of branch {} has {} heads: give 1, {} or, for a mask per batch entry, {}",
-                                              branch, mask.heads(), problem.heads, problem.batch * problem.heads));
+    throw InvalidArgument(
+        "mask", fmt::format("the block mask of branch {} has {} heads: give 1, {} or, for a mask per batch entry, {}",
+                            branch, mask.heads(), problem.heads, problem.batch * problem.heads));
   }
 }
 
@@ -71,9 +73,10 @@ Plan::Plan(Pattern pattern, Options options, Problem problem)
   const std::int64_t heads = problem_.heads;
   const bool by_groups = pattern_.assignment() == HeadAssignment::groups;
   if (by_groups && heads < groups) {
-    throw InvalidArgument("heads", fmt::format("{} heads for {} branches: head groups need at least one head per branch; use "
-                                               "fewer segments, more heads, or a longnet pattern",
-                                               heads, groups));
+    throw InvalidArgument("heads",
+                          fmt::format("{} heads for {} branches: head groups need at least one head per branch; use "
+                                      "fewer segments, more heads, or a longnet pattern",
+                                      heads, groups));
   }
   scale_ = options_.scale.value_or(1.0 / std::sqrt(static_cast<double>(problem_.head_dim)));
   output_scale_ = options_.output_scale.value_or(pattern_.output_scale());
@@ -101,9 +104,10 @@ void Plan::make_mask(std::size_t index, const BlockPattern& blocks) {
   const Branch& source = pattern_.branches()[index];
   BranchPlan& branch = branches_[index];
   if (blocks.adaptive_density() > 0 && (source.dilation != 1 || source.segment < problem_.tokens)) {
-    throw InvalidArgument("mask", fmt::format("branch {} is adaptive in segments of {} with dilation {}: adaptive masks need a branch "
-                                              "over the whole sequence, such as whole/1",
-                                              index, source.segment, source.dilation));
+    throw InvalidArgument(
+        "mask", fmt::format("branch {} is adaptive in segments of {} with dilation {}: adaptive masks need a branch "
+                            "over the whole sequence, such as whole/1",
+                            index, source.segment, source.dilation));
   }
   branch.adaptive_density = blocks.adaptive_density();
   const std::int64_t rows = longest_strand(source, problem_.tokens);
@@ -136,7 +140,8 @@ double Plan::pairs(std::size_t index) const {
   for (std::int64_t entry = 0; entry < (entries_differ ? problem_.batch : 1); ++entry) {
     for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
       const auto of = [&](std::int64_t segment) {
-        return strand_pairs(branch.strand(head, segment, length).count, options_.causal, branch.mask, branch.mask_head(entry, head));
+        return strand_pairs(branch.strand(head, segment, length).count, options_.causal, branch.mask,
+                            branch.mask_head(entry, head));
       };
       // All segments but the last are alike.
       total += static_cast<double>(segments - 1) * of(0) + of(segments - 1);
@@ -154,9 +159,10 @@ PlanTotals Plan::totals() const {
     if (length == 0 || !branch.active(length)) continue;
     const std::int64_t segments = branch.segments(length);
     for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
-      totals.strand_rows += static_cast<double>(problem_.batch) *
-                            (static_cast<double>(segments - 1) * static_cast<double>(branch.strand(head, 0, length).count) +
-                             static_cast<double>(branch.strand(head, segments - 1, length).count));
+      totals.strand_rows +=
+          static_cast<double>(problem_.batch) *
+          (static_cast<double>(segments - 1) * static_cast<double>(branch.strand(head, 0, length).count) +
+           static_cast<double>(branch.strand(head, segments - 1, length).count));
     }
   }
   const double head_dim = static_cast<double>(problem_.head_dim);
@@ -185,20 +191,21 @@ double Plan::items(std::int64_t query_tile) const {
 
 std::string Plan::to_string() const {
   const Problem& p = problem_;
-  std::string text = fmt::format("{}{}\n{} tokens, batch {}, {} heads ({} key/value) of {}, {} on {}\n", pattern_.to_string(),
-                                 options_.causal ? ", causal" : "", p.tokens, p.batch, p.heads, p.kv_heads, p.head_dim,
-                                 name_of(p.dtype), longspan::to_string(p.device));
+  std::string text = fmt::format("{}{}\n{} tokens, batch {}, {} heads ({} key/value) of {}, {} on {}\n",
+                                 pattern_.to_string(), options_.causal ? ", causal" : "", p.tokens, p.batch, p.heads,
+                                 p.kv_heads, p.head_dim, name_of(p.dtype), longspan::to_string(p.device));
   for (std::size_t i = 0; i < branches_.size(); ++i) {
     const BranchPlan& branch = branches_[i];
     const bool active = branch.active(p.tokens);
-    text += fmt::format("branch {}: heads {}..{}, {} segments of {}, dilation {}, strands of up to {} rows{}{}, {:.4g} pairs\n", i,
-                        branch.head_begin, branch.head_begin + branch.head_count - 1, active ? branch.segments(p.tokens) : 0,
-                        std::min(branch.segment, p.tokens), branch.dilation,
-                        ceil_divide(std::min(branch.segment, p.tokens), branch.dilation),
-                        branch.adaptive_density > 0 ? fmt::format(", adaptive blocks of density {:.3g}", branch.adaptive_density)
-                        : branch.mask               ? fmt::format(", block mask of density {:.3g}", branch.mask->density())
-                                                    : "",
-                        active ? "" : ", skipped: the segment is longer than the sequence", pairs(i));
+    text += fmt::format(
+        "branch {}: heads {}..{}, {} segments of {}, dilation {}, strands of up to {} rows{}{}, {:.4g} pairs\n", i,
+        branch.head_begin, branch.head_begin + branch.head_count - 1, active ? branch.segments(p.tokens) : 0,
+        std::min(branch.segment, p.tokens), branch.dilation,
+        ceil_divide(std::min(branch.segment, p.tokens), branch.dilation),
+        branch.adaptive_density > 0 ? fmt::format(", adaptive blocks of density {:.3g}", branch.adaptive_density)
+        : branch.mask               ? fmt::format(", block mask of density {:.3g}", branch.mask->density())
+                                    : "",
+        active ? "" : ", skipped: the segment is longer than the sequence", pairs(i));
   }
   return text;
 }

@@ -12,8 +12,9 @@ namespace {
 std::uint64_t hash_of(const PlanSpecification& specification, const Problem& problem) {
   Hasher hasher;
   hasher.add(specification.hash);
-  for (const std::int64_t value : {problem.batch, problem.tokens, problem.query_rows, problem.heads, problem.kv_heads,
-                                   problem.head_dim, std::int64_t{problem.alignment}, std::int64_t{problem.device.index}}) {
+  for (const std::int64_t value :
+       {problem.batch, problem.tokens, problem.query_rows, problem.heads, problem.kv_heads, problem.head_dim,
+        std::int64_t{problem.alignment}, std::int64_t{problem.device.index}}) {
     hasher.add(static_cast<std::uint64_t>(value));
   }
   hasher.add(static_cast<std::uint64_t>(problem.dtype) | static_cast<std::uint64_t>(problem.device.type) << 8 |

@@ -13,8 +13,9 @@ struct DTypeName {
   DType dtype;
   std::string_view name;
 };
-constexpr DTypeName kNames[] = {{DType::f32, "f32"}, {DType::bf16, "bf16"}, {DType::f16, "f16"},        {DType::f64, "f64"},
-                                {DType::i32, "i32"}, {DType::i64, "i64"},   {DType::boolean, "boolean"}};
+constexpr DTypeName kNames[] = {{DType::f32, "f32"},        {DType::bf16, "bf16"}, {DType::f16, "f16"},
+                                {DType::f64, "f64"},        {DType::i32, "i32"},   {DType::i64, "i64"},
+                                {DType::boolean, "boolean"}};
 
 }  // namespace
 

@@ -43,12 +43,14 @@ inline void relax() {
 #if defined(__linux__)
 int this_cpu() { return sched_getcpu(); }
 
-/// While it lasts, the thread does not wake up on a CPU. A virtual machine takes its own CPUs, when they sleep, for ones that
-/// the host needs, and so wakes a worker where its caller is; for milliseconds both then share that CPU.
+/// While it lasts, the thread does not wake up on a CPU. A virtual machine takes its own CPUs, when they sleep, for
+/// ones that the host needs, and so wakes a worker where its caller is; for milliseconds both then share that CPU.
 class AwayFrom {
  public:
   explicit AwayFrom(int cpu) {
-    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof before_, &before_) != 0 || !CPU_ISSET(cpu, &before_)) return;
+    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof before_, &before_) != 0 ||
+        !CPU_ISSET(cpu, &before_))
+      return;
     cpu_set_t others = before_;
     CPU_CLR(cpu, &others);
     moved_ = CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0;
@@ -100,7 +102,8 @@ class Pool {
     {
       const std::lock_guard lock(mutex_);
       int wanted = job.places;
-      for (const Job* other = jobs_; other; other = other->following) wanted += other->places + other->active.load(std::memory_order_relaxed);
+      for (const Job* other = jobs_; other; other = other->following)
+        wanted += other->places + other->active.load(std::memory_order_relaxed);
       grow(std::min(wanted, job.threads - 1));
       job.following = jobs_;
       jobs_ = &job;
@@ -231,7 +234,7 @@ class Pool {
   std::atomic<std::uint64_t> published_{0};
   Job* jobs_ = nullptr;
   int workers_ = 0;
-  std::atomic<int> working_{0};  // callers and workers in loops; changed under the mutex
+  std::atomic<int> working_{0};      // callers and workers in loops; changed under the mutex
   std::atomic<int> caller_cpu_{-1};  // of the last loop
 };
 

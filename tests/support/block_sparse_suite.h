@@ -1,6 +1,6 @@
 // Block-sparse attention on any engine: against the reference over all patterns, block sizes and types; masks that keep
-// everything, adaptive masks, masks in strands; what earlier implementations got wrong; inspection. An engine says how to run
-// a Case and how long its tiles are.
+// everything, adaptive masks, masks in strands; what earlier implementations got wrong; inspection. An engine says how
+// to run a Case and how long its tiles are.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -29,7 +29,8 @@ inline std::vector<BlockPattern> block_patterns(int b) {
           BlockPattern::bigbird(b / 2, 2 * b, 0.3, 5, b)};
 }
 
-inline BlockMask random_mask(std::mt19937& engine, int block_size, std::int64_t heads, std::int64_t blocks, unsigned one_in) {
+inline BlockMask random_mask(std::mt19937& engine, int block_size, std::int64_t heads, std::int64_t blocks,
+                             unsigned one_in) {
   std::vector<std::uint8_t> dense(static_cast<std::size_t>(heads * blocks * blocks));
   for (auto& bit : dense) bit = engine() % one_in == 0;
   return BlockMask::from_dense(block_size, heads, blocks, dense);
@@ -49,7 +50,8 @@ inline void expect_choice(const Case& c, const BlockMask& mask, double density, 
       for (std::int64_t row = block * b; row < std::min<std::int64_t>((block + 1) * b, length); ++row) {
         if (!c.key_mask.empty() && !c.key_mask[static_cast<std::size_t>(entry * c.shape.tokens + row)]) continue;
         ++count;
-        for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += tensor.at(entry, row, head, static_cast<std::int64_t>(d));
+        for (std::size_t d = 0; d < sum.size(); ++d)
+          sum[d] += tensor.at(entry, row, head, static_cast<std::int64_t>(d));
       }
       for (double& value : sum) value /= count;
       return sum;
@@ -62,7 +64,8 @@ inline void expect_choice(const Case& c, const BlockMask& mask, double density, 
           continue;
         }
         const std::int64_t candidates = c.options.causal ? row + 1 : blocks;
-        EXPECT_EQ(chosen.size(), static_cast<std::size_t>(std::max(1.0, std::floor(density * static_cast<double>(candidates) + 0.5))));
+        EXPECT_EQ(chosen.size(),
+                  static_cast<std::size_t>(std::max(1.0, std::floor(density * static_cast<double>(candidates) + 0.5))));
         EXPECT_EQ(std::count(chosen.begin(), chosen.end(), row), 1);
         const auto query = mean(c.q, head, row);
         double least_in = INFINITY, most_out = -INFINITY;
@@ -82,8 +85,9 @@ inline void expect_choice(const Case& c, const BlockMask& mask, double density, 
 }
 
 inline std::vector<Pattern> inspected() {
-  return {Pattern::block_sparse(BlockPattern::bigbird(16, 48, 0.2, 3, 16)), Pattern::block_sparse(BlockPattern::adaptive(0.4, 16)), Pattern::dense(),
-          Pattern::dilated({40, 90}, {1, 3}), Pattern::longnet({40, 110}, {1, 2})};
+  return {Pattern::block_sparse(BlockPattern::bigbird(16, 48, 0.2, 3, 16)),
+          Pattern::block_sparse(BlockPattern::adaptive(0.4, 16)), Pattern::dense(), Pattern::dilated({40, 90}, {1, 3}),
+          Pattern::longnet({40, 110}, {1, 2})};
 }
 
 template <class Engine>
@@ -99,7 +103,8 @@ class BlockSparse : public ::testing::Test {
         for (const BlockPattern& blocks : block_patterns(b)) {
           // The last block is short; grouped queries and odd head dims take turns.
           const std::int64_t count = std::max<std::int64_t>(b < 64 ? 5 : b == 64 ? 4 : 3, Engine::kTokens / b);
-          const Shape shape = turn++ % 2 ? Shape{1, count * b - b + 9, 2, 1, Engine::kHeadDims[0]} : Shape{1, count * b - 3, 2, 2, Engine::kHeadDims[1]};
+          const Shape shape = turn++ % 2 ? Shape{1, count * b - b + 9, 2, 1, Engine::kHeadDims[0]}
+                                         : Shape{1, count * b - 3, 2, 2, Engine::kHeadDims[1]};
           Engine::expect_matches(Case(Pattern::block_sparse(blocks), causal_if(causal), shape, dtype));
         }
       }
@@ -137,8 +142,10 @@ TYPED_TEST_P(BlockSparse, QueryRanges) {
   for (const bool causal : {false, true}) {
     for (const int b : {16, 128}) {
       const Pattern pattern = Pattern::block_sparse(BlockPattern::bigbird(b, 2 * b, 0.2, 1, b));
-      TypeParam::expect_matches(Case(pattern, causal_if(causal), {1, 150, 4, 2, 16}, DType::f32, Layout::bnhd, {{149, 1}, {3, 60}, {70, 5}}));
-      TypeParam::expect_matches(Case(pattern, causal_if(causal), {1, 400, 2, 2, 16}, DType::bf16, Layout::bnhd, {{200, 150}}));
+      TypeParam::expect_matches(
+          Case(pattern, causal_if(causal), {1, 150, 4, 2, 16}, DType::f32, Layout::bnhd, {{149, 1}, {3, 60}, {70, 5}}));
+      TypeParam::expect_matches(
+          Case(pattern, causal_if(causal), {1, 400, 2, 2, 16}, DType::bf16, Layout::bnhd, {{200, 150}}));
     }
   }
 }
@@ -148,11 +155,12 @@ TYPED_TEST_P(BlockSparse, RandomMasks) {
   std::mt19937 engine(7);
   for (int trial = 0; trial < 120; ++trial) {
     const int b = 16 << (trial % 3);
-    const std::int64_t blocks = 1 + static_cast<std::int64_t>(engine() % 6), tokens = blocks * b - static_cast<std::int64_t>(engine() % 16);
+    const std::int64_t blocks = 1 + static_cast<std::int64_t>(engine() % 6),
+                       tokens = blocks * b - static_cast<std::int64_t>(engine() % 16);
     const std::int64_t heads = 1 + static_cast<std::int64_t>(engine() % 3);
     const BlockMask mask = random_mask(engine, b, trial % 2 ? heads : 1, blocks, 1 + engine() % 8);
-    TypeParam::expect_matches(
-        Case(Pattern::block_sparse(mask), causal_if(engine() % 2), {1, tokens, heads, heads, 8}, trial % 5 ? DType::f32 : DType::bf16));
+    TypeParam::expect_matches(Case(Pattern::block_sparse(mask), causal_if(engine() % 2), {1, tokens, heads, heads, 8},
+                                   trial % 5 ? DType::f32 : DType::bf16));
   }
 }
 
@@ -164,7 +172,9 @@ TYPED_TEST_P(BlockSparse, EarlierBugSoftmaxPerBlock) {
         Case c(Pattern::block_sparse(blocks), causal_if(causal), {1, 7 * b + 3, 3, 3, 16});
         c.v.for_each([&](auto e, auto row, auto head, auto column) { c.v.set(e, row, head, column, 1.0); });
         const Results got = TypeParam::run(c, false);
-        got.out.for_each([&](auto e, auto row, auto head, auto column) { EXPECT_NEAR(got.out.at(e, row, head, column), 1.0, 1e-5); });
+        got.out.for_each([&](auto e, auto row, auto head, auto column) {
+          EXPECT_NEAR(got.out.at(e, row, head, column), 1.0, 1e-5);
+        });
       }
     }
   }
@@ -187,7 +197,8 @@ TYPED_TEST_P(BlockSparse, EarlierBugIgnoredCausality) {
       }
       const Results after = TypeParam::run(c, false);
       for (std::int64_t row = 0; row < cut; ++row) {
-        for (std::int64_t head = 0; head < 2; ++head) EXPECT_EQ(before.out.at(0, row, head), after.out.at(0, row, head)) << blocks.to_string();
+        for (std::int64_t head = 0; head < 2; ++head)
+          EXPECT_EQ(before.out.at(0, row, head), after.out.at(0, row, head)) << blocks.to_string();
       }
     }
   }
@@ -197,18 +208,25 @@ TYPED_TEST_P(BlockSparse, EarlierBugIgnoredCausality) {
 TYPED_TEST_P(BlockSparse, EarlierBugEntriesDependOnBatchMates) {
   for (const bool causal : {false, true}) {
     for (const BlockPattern& blocks : block_patterns(16)) {
-      for (const Pattern& pattern : {Pattern::block_sparse(blocks), Pattern::block_sparse(BlockPattern::adaptive(0.3, 16))}) {
+      for (const Pattern& pattern :
+           {Pattern::block_sparse(blocks), Pattern::block_sparse(BlockPattern::adaptive(0.3, 16))}) {
         Case both(pattern, causal_if(causal), {2, 200, 2, 2, 16});
         both.lengths = {200, 93};
         const Results batch = TypeParam::run(both);
         Case alone(pattern, causal_if(causal), {1, 93, 2, 2, 16});
         for (Tensor* tensor : {&alone.q, &alone.k, &alone.v, &alone.dout}) {
-          const Tensor& from = tensor == &alone.q ? both.q : tensor == &alone.k ? both.k : tensor == &alone.v ? both.v : both.dout;
-          tensor->for_each([&](auto, auto row, auto head, auto column) { tensor->set(0, row, head, column, from.at(1, row, head, column)); });
+          const Tensor& from = tensor == &alone.q   ? both.q
+                               : tensor == &alone.k ? both.k
+                               : tensor == &alone.v ? both.v
+                                                    : both.dout;
+          tensor->for_each([&](auto, auto row, auto head, auto column) {
+            tensor->set(0, row, head, column, from.at(1, row, head, column));
+          });
         }
         const Results one = TypeParam::run(alone);
         one.out.for_each([&](auto, auto row, auto head, auto column) {
-          EXPECT_NEAR(one.out.at(0, row, head, column), batch.out.at(1, row, head, column), 1e-5) << pattern.to_string();
+          EXPECT_NEAR(one.out.at(0, row, head, column), batch.out.at(1, row, head, column), 1e-5)
+              << pattern.to_string();
           EXPECT_NEAR(one.dk.at(0, row, head, column), batch.dk.at(1, row, head, column), 1e-5) << pattern.to_string();
         });
       }
@@ -223,11 +241,18 @@ TYPED_TEST_P(BlockSparse, MasksOfStrandsMatchReference) {
     for (const std::int64_t heads : {4, 5}) {
       for (const DType dtype : {DType::f32, DType::bf16}) {
         const Shape shape{1, 330, heads, heads, 16};
-        TypeParam::expect_matches(Case(Pattern::dilated({96, 300}, {1, 3}).with_mask(0, BlockPattern::local_window(32, 16)).with_mask(1, BlockPattern::random(0.4, 2, 32)),
-             causal_if(causal), shape, dtype));
-        TypeParam::expect_matches(Case(Pattern::longnet({100, 330}, {1, 4}).with_mask(0, random_mask(engine, 16, heads, 7, 2)).with_mask(1, BlockPattern::dilated_sparse({2}, 16)),
-             causal_if(causal), shape, dtype));
-        TypeParam::expect_matches(Case(Pattern::longnet({330}, {2}, PhaseRule::torchscale).with_pad_keys().with_mask(0, BlockPattern::strided(48, 16)), causal_if(causal), shape, dtype));
+        TypeParam::expect_matches(Case(Pattern::dilated({96, 300}, {1, 3})
+                                           .with_mask(0, BlockPattern::local_window(32, 16))
+                                           .with_mask(1, BlockPattern::random(0.4, 2, 32)),
+                                       causal_if(causal), shape, dtype));
+        TypeParam::expect_matches(Case(Pattern::longnet({100, 330}, {1, 4})
+                                           .with_mask(0, random_mask(engine, 16, heads, 7, 2))
+                                           .with_mask(1, BlockPattern::dilated_sparse({2}, 16)),
+                                       causal_if(causal), shape, dtype));
+        TypeParam::expect_matches(Case(Pattern::longnet({330}, {2}, PhaseRule::torchscale)
+                                           .with_pad_keys()
+                                           .with_mask(0, BlockPattern::strided(48, 16)),
+                                       causal_if(causal), shape, dtype));
       }
     }
   }
@@ -256,7 +281,8 @@ TYPED_TEST_P(BlockSparse, AdaptiveChoosesWhatItsDefinitionSays) {
         const reference::Expectation want = fixed.expected();
         const Results same = TypeParam::run(fixed), got = TypeParam::run(c);
         EXPECT_TRUE(same_bits(got.out, same.out) && same_bits(got.lse, same.lse));
-        for (const auto& [tensor, expected] : {std::pair{&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
+        for (const auto& [tensor, expected] :
+             {std::pair{&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
           const auto comparison = reference::compare(tensor->view(), *expected);
           EXPECT_TRUE(comparison.ok()) << comparison.worst;
         }
@@ -270,7 +296,8 @@ TYPED_TEST_P(BlockSparse, AdaptiveBranchesChooseApart) {
   for (const bool causal : {false, true}) {
     const BlockPattern masks[] = {BlockPattern::adaptive(0.1, 16), BlockPattern::adaptive(0.3, 16)};
     const Pattern both = Pattern::dilated({kWholeSequence, kWholeSequence}, {1, 1});
-    const Case c(both.with_mask(0, masks[0]).with_mask(1, masks[1]), causal_if(causal), {2, 400, 4, 2, 16}, DType::bf16);
+    const Case c(both.with_mask(0, masks[0]).with_mask(1, masks[1]), causal_if(causal), {2, 400, 4, 2, 16},
+                 DType::bf16);
     Case fixed = c;
     fixed.pattern = both;
     for (std::size_t branch = 0; branch < 2; ++branch) {
@@ -280,7 +307,8 @@ TYPED_TEST_P(BlockSparse, AdaptiveBranchesChooseApart) {
     }
     const reference::Expectation want = fixed.expected();
     const Results got = TypeParam::run(c);
-    for (const auto& [tensor, expected] : {std::pair{&got.out, &want.out}, {&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
+    for (const auto& [tensor, expected] :
+         {std::pair{&got.out, &want.out}, {&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
       const auto comparison = reference::compare(tensor->view(), *expected);
       EXPECT_TRUE(comparison.ok()) << comparison.worst;
     }
@@ -296,17 +324,21 @@ TYPED_TEST_P(BlockSparse, AdaptiveNanRanksLastAndTiesGoToLowerColumns) {
   c.k.for_each([&](auto entry, auto row, auto head, auto column) { c.k.set(entry, row, head, column, 0.0); });
   const BlockMask ties = TypeParam::adaptive(c);
   for (std::int64_t row = 0; row < 40; ++row) {
-    for (std::int64_t column = 0; column < 40; ++column) EXPECT_EQ(ties.active(0, row, column), column == row || column < (row < 9 ? 10 : 9)) << row << " " << column;
+    for (std::int64_t column = 0; column < 40; ++column)
+      EXPECT_EQ(ties.active(0, row, column), column == row || column < (row < 9 ? 10 : 9)) << row << " " << column;
   }
 }
 
 TYPED_TEST_P(BlockSparse, KeepingEverythingIsDense) {
-  for (const Pattern& pattern : {Pattern::block_sparse(BlockPattern::adaptive(1.0, 16)), Pattern::block_sparse(BlockPattern::strided(1, 32))}) {
+  for (const Pattern& pattern :
+       {Pattern::block_sparse(BlockPattern::adaptive(1.0, 16)), Pattern::block_sparse(BlockPattern::strided(1, 32))}) {
     for (const bool causal : {false, true}) {
-      const Case all(pattern, causal_if(causal), {1, 190, 2, 2, 16}), dense(Pattern::dense(), causal_if(causal), {1, 190, 2, 2, 16});
+      const Case all(pattern, causal_if(causal), {1, 190, 2, 2, 16}),
+          dense(Pattern::dense(), causal_if(causal), {1, 190, 2, 2, 16});
       const reference::Expectation want = dense.expected();
       const Results got = TypeParam::run(all);
-      for (const auto& [tensor, expected] : {std::pair{&got.out, &want.out}, {&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
+      for (const auto& [tensor, expected] :
+           {std::pair{&got.out, &want.out}, {&got.dq, &want.dq}, {&got.dk, &want.dk}, {&got.dv, &want.dv}}) {
         const auto comparison = reference::compare(tensor->view(), *expected);
         EXPECT_TRUE(comparison.ok()) << pattern.to_string() << comparison.worst;
       }
@@ -324,11 +356,13 @@ TYPED_TEST_P(BlockSparse, InspectedBlocksSumToOneAndGiveTheOutput) {
       std::vector<double> sums(2 * 4 * 112, 0.0), out(2 * 4 * 112, 0.0);
       for (std::int64_t pair = 0; pair < 8; ++pair) {
         const std::int64_t entry = pair / 4, head = pair % 4;
-        for (auto block = blocks.offsets[static_cast<std::size_t>(pair)]; block < blocks.offsets[static_cast<std::size_t>(pair + 1)]; ++block) {
+        for (auto block = blocks.offsets[static_cast<std::size_t>(pair)];
+             block < blocks.offsets[static_cast<std::size_t>(pair + 1)]; ++block) {
           for (std::int64_t i = 0; i < 16; ++i) {
             for (std::int64_t j = 0; j < 16; ++j) {
               const double p = blocks.values[static_cast<std::size_t>((block * 16 + i) * 16 + j)];
-              const std::int64_t row = blocks.rows[static_cast<std::size_t>(block)] * 16 + i, key = blocks.columns[static_cast<std::size_t>(block)] * 16 + j;
+              const std::int64_t row = blocks.rows[static_cast<std::size_t>(block)] * 16 + i,
+                                 key = blocks.columns[static_cast<std::size_t>(block)] * 16 + j;
               if (p == 0) continue;
               sums[static_cast<std::size_t>(pair * 112 + row)] += p;
               out[static_cast<std::size_t>(pair * 112 + row)] += p * c.v.at(entry, key, head / 2);
@@ -337,8 +371,10 @@ TYPED_TEST_P(BlockSparse, InspectedBlocksSumToOneAndGiveTheOutput) {
         }
         for (std::int64_t row = 0; row < 110; ++row) {
           const bool covered = std::isfinite(got.lse.at(entry, row, head));
-          EXPECT_NEAR(sums[static_cast<std::size_t>(pair * 112 + row)], covered ? 1.0 : 0.0, 1e-5) << pattern.to_string();
-          EXPECT_NEAR(out[static_cast<std::size_t>(pair * 112 + row)], got.out.at(entry, row, head), 1e-4) << pattern.to_string();
+          EXPECT_NEAR(sums[static_cast<std::size_t>(pair * 112 + row)], covered ? 1.0 : 0.0, 1e-5)
+              << pattern.to_string();
+          EXPECT_NEAR(out[static_cast<std::size_t>(pair * 112 + row)], got.out.at(entry, row, head), 1e-4)
+              << pattern.to_string();
         }
       }
     }
@@ -354,7 +390,8 @@ TYPED_TEST_P(BlockSparse, ReceivedIsTheSumOfColumns) {
       for (std::size_t pair = 0; pair < 4; ++pair) {
         for (auto block = blocks.offsets[pair]; block < blocks.offsets[pair + 1]; ++block) {
           for (std::int64_t i = 0; i < 256; ++i) {
-            want[pair * 112 + static_cast<std::size_t>(blocks.columns[static_cast<std::size_t>(block)] * 16 + i % 16)] +=
+            want[pair * 112 +
+                 static_cast<std::size_t>(blocks.columns[static_cast<std::size_t>(block)] * 16 + i % 16)] +=
                 blocks.values[static_cast<std::size_t>(block * 256 + i)];
           }
         }
@@ -362,17 +399,20 @@ TYPED_TEST_P(BlockSparse, ReceivedIsTheSumOfColumns) {
       const Tensor received = TypeParam::received(c);
       for (std::int64_t head = 0; head < 4; ++head) {
         for (std::int64_t row = 0; row < 110; ++row) {
-          EXPECT_NEAR(received.at(0, row, head), want[static_cast<std::size_t>(head * 112 + row)], 1e-3) << pattern.to_string() << " row " << row;
+          EXPECT_NEAR(received.at(0, row, head), want[static_cast<std::size_t>(head * 112 + row)], 1e-3)
+              << pattern.to_string() << " row " << row;
         }
       }
     }
   }
 }
 
-REGISTER_TYPED_TEST_SUITE_P(BlockSparse, BlocksOf16MatchReference, BlocksOf32MatchReference, BlocksOf64MatchReference, BlocksOf128MatchReference,
-                            AllOptionsAtOnce, QueryRanges, RandomMasks, EarlierBugSoftmaxPerBlock, EarlierBugIgnoredCausality,
-                            EarlierBugEntriesDependOnBatchMates, MasksOfStrandsMatchReference, AdaptiveChoosesWhatItsDefinitionSays,
-                            AdaptiveBranchesChooseApart, AdaptiveNanRanksLastAndTiesGoToLowerColumns, KeepingEverythingIsDense, InspectedBlocksSumToOneAndGiveTheOutput,
+REGISTER_TYPED_TEST_SUITE_P(BlockSparse, BlocksOf16MatchReference, BlocksOf32MatchReference, BlocksOf64MatchReference,
+                            BlocksOf128MatchReference, AllOptionsAtOnce, QueryRanges, RandomMasks,
+                            EarlierBugSoftmaxPerBlock, EarlierBugIgnoredCausality, EarlierBugEntriesDependOnBatchMates,
+                            MasksOfStrandsMatchReference, AdaptiveChoosesWhatItsDefinitionSays,
+                            AdaptiveBranchesChooseApart, AdaptiveNanRanksLastAndTiesGoToLowerColumns,
+                            KeepingEverythingIsDense, InspectedBlocksSumToOneAndGiveTheOutput,
                             ReceivedIsTheSumOfColumns);
 
 }  // namespace longspan::testing

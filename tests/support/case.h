@@ -22,9 +22,13 @@ struct Results {
 
 /// Inputs are made by the constructor; change anything before run().
 struct Case {
-  Case(Pattern attention_pattern, Options attention_options, Shape problem_shape, DType type = DType::f32, Layout tensor_layout = Layout::bnhd,
-       std::vector<RowRange> query_ranges = {}, double deviation = 1.0)
-      : pattern(std::move(attention_pattern)), options(std::move(attention_options)), shape(problem_shape), dtype(type), layout(tensor_layout),
+  Case(Pattern attention_pattern, Options attention_options, Shape problem_shape, DType type = DType::f32,
+       Layout tensor_layout = Layout::bnhd, std::vector<RowRange> query_ranges = {}, double deviation = 1.0)
+      : pattern(std::move(attention_pattern)),
+        options(std::move(attention_options)),
+        shape(problem_shape),
+        dtype(type),
+        layout(tensor_layout),
         ranges(std::move(query_ranges)) {
     rows = 0;
     for (const RowRange& range : ranges) rows += range.count;
@@ -60,8 +64,8 @@ struct Case {
     r.dq = Tensor(dtype, shape.batch, rows, shape.heads, shape.head_dim, layout);
     r.dk = Tensor(dtype, shape.batch, shape.tokens, shape.kv_heads, shape.head_dim, layout);
     r.dv = Tensor(dtype, shape.batch, shape.tokens, shape.kv_heads, shape.head_dim, layout);
-    attention.backward(q.view(), k.view(), v.view(), std::as_const(r.out).view(), std::as_const(r.lse).view(), dout.view(), r.dq.view(),
-                       r.dk.view(), r.dv.view(), call());
+    attention.backward(q.view(), k.view(), v.view(), std::as_const(r.out).view(), std::as_const(r.lse).view(),
+                       dout.view(), r.dq.view(), r.dk.view(), r.dv.view(), call());
     return r;
   }
 
@@ -70,7 +74,9 @@ struct Case {
     const Plan plan(pattern, options, Attention::problem(q.view(), k.view(), data));
     const RowRange whole{0, shape.tokens};
     const auto used = ranges.empty() ? std::span<const RowRange>(&whole, 1) : std::span<const RowRange>(ranges);
-    return reference::expect({plan, data, used, q.view(), k.view(), v.view(), {}, {}, dout.view(), {}, {}, {}, num_threads(), nullptr}, gradients);
+    return reference::expect(
+        {plan, data, used, q.view(), k.view(), v.view(), {}, {}, dout.view(), {}, {}, {}, num_threads(), nullptr},
+        gradients);
   }
 
   /// Every output of every kernel that can run this within tolerance of the reference. The reference itself is checked
@@ -79,11 +85,13 @@ struct Case {
     const reference::Expectation want = expected(gradients);
     const Plan plan(pattern, options, Attention::problem(q.view(), k.view(), call()));
     for (const Kernel* kernel : all_kernels()) {
-      if (!kernel->can_run(plan, Pass::forward).ok || (gradients && !kernel->can_run(plan, Pass::backward).ok)) continue;
+      if (!kernel->can_run(plan, Pass::forward).ok || (gradients && !kernel->can_run(plan, Pass::backward).ok))
+        continue;
       const Results got = run(std::string(kernel->name), gradients);
       const auto check = [&](const char* name, const Tensor& actual, const reference::ExpectedTensor& tensor) {
         const auto comparison = reference::compare(actual.view(), tensor);
-        EXPECT_LE(comparison.over_tolerance, 1) << kernel->name << " " << name << " " << comparison.worst << "\n" << pattern.to_string();
+        EXPECT_LE(comparison.over_tolerance, 1) << kernel->name << " " << name << " " << comparison.worst << "\n"
+                                                << pattern.to_string();
         EXPECT_LE(comparison.rms_over_model, 2) << kernel->name << " " << name << "\n" << pattern.to_string();
       };
       check("out", got.out, want.out);

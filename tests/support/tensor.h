@@ -46,7 +46,8 @@ inline double get(const void* data, DType dtype, std::size_t index) {
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(DType dtype, std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns, Layout layout = Layout::bnhd) {
+  Tensor(DType dtype, std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns,
+         Layout layout = Layout::bnhd) {
     const std::int64_t gap = layout == Layout::padded ? 3 : 0;
     storage_.resize(static_cast<std::size_t>((batch * rows * heads * (columns + gap) + 8) * size_of(dtype)));
     view_ = layout == Layout::bhnd ? TensorView::bhnd(storage_.data(), dtype, batch, rows, heads, columns)
@@ -64,13 +65,16 @@ class Tensor {
   /// NaN everywhere, the gaps included: an element that is never written, or read before, shows.
   void poison() {
     const std::size_t elements = storage_.size() / static_cast<std::size_t>(size_of(view_.dtype));
-    for (std::size_t i = 0; i < elements; ++i) put(storage_.data(), view_.dtype, i, std::numeric_limits<double>::quiet_NaN());
+    for (std::size_t i = 0; i < elements; ++i)
+      put(storage_.data(), view_.dtype, i, std::numeric_limits<double>::quiet_NaN());
   }
 
   Tensor& fill_random(std::uint64_t seed, double deviation = 1.0) {
     std::mt19937_64 engine(seed);
     std::normal_distribution<double> normal(0, deviation);
-    for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t column) { set(b, row, head, column, normal(engine)); });
+    for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t column) {
+      set(b, row, head, column, normal(engine));
+    });
     return *this;
   }
 

@@ -30,14 +30,15 @@ struct VectorBackward : Layout {
   static constexpr std::int64_t kKeyTile = kPerUnit == 2 ? 192 : 96;
   static constexpr std::int64_t kRunMultiple = kChunk;
   static constexpr bool kClearUnseen = false;
-  static_assert(kKeyTile % kPanel == 0 && kKeyTile % kTileRows == 0 && kQueryTile % kRows == 0 && kQueryTile % kTileRows == 0);
+  static_assert(kKeyTile % kPanel == 0 && kKeyTile % kTileRows == 0 && kQueryTile % kRows == 0 &&
+                kQueryTile % kTileRows == 0);
 
   static void begin() {}
   static void end() {}
 
   /// Weights and dscores of rows row, row + 1 and the kLanes keys at `key`.
-  static HWY_INLINE void put(float* weights, float* dscores, float* dscore_rows, std::int64_t row, std::int64_t key, V w0, V w1, V d0,
-                             V d1) {
+  static HWY_INLINE void put(float* weights, float* dscores, float* dscore_rows, std::int64_t row, std::int64_t key,
+                             V w0, V w1, V d0, V d1) {
     if constexpr (kPerUnit == 2) {
       Layout::template put_pairs<kKeyTile>(weights, dscores, dscore_rows, row, key, w0, w1, d0, d1);
     } else {
@@ -49,8 +50,8 @@ struct VectorBackward : Layout {
   }
 
   /// kRows rows of q (and of dout) times `vectors` vectors of one panel.
-  HWY_INLINE void score_tiles(int vectors, const float* q, const float* dout, const float* k_panel, const float* v_panel,
-                              float* scores, float* dweights) const {
+  HWY_INLINE void score_tiles(int vectors, const float* q, const float* dout, const float* k_panel,
+                              const float* v_panel, float* scores, float* dweights) const {
     const int inner = static_cast<int>(this->product_depth());
     const std::int64_t stride = this->query_stride_backward();
     product_some<Products, kRows, kScoreVectors>(vectors, q, stride, k_panel, kPanel, inner, scores, kPanel);
@@ -58,16 +59,18 @@ struct VectorBackward : Layout {
   }
 
   /// sums of the tile's keys += a^T b, six keys at a time, from the first rows that see them on.
-  HWY_INLINE void add_to_keys(const float* a, const float* b, float* sums, std::int64_t key, std::int64_t tile_keys, std::int64_t,
-                              std::int64_t rows, const std::int64_t* seen) const {
-    const std::int64_t width = this->columns, groups = (rows + kRows - 1) / kRows, end = (rows + kPerUnit - 1) / kPerUnit;
+  HWY_INLINE void add_to_keys(const float* a, const float* b, float* sums, std::int64_t key, std::int64_t tile_keys,
+                              std::int64_t, std::int64_t rows, const std::int64_t* seen) const {
+    const std::int64_t width = this->columns, groups = (rows + kRows - 1) / kRows,
+                       end = (rows + kPerUnit - 1) / kPerUnit;
     std::int64_t group = 0;
     for (std::int64_t k = 0; k < tile_keys; k += kTileRows) {
       while (group < groups && seen[group] <= k) ++group;
       const std::int64_t from = group * kRows / kPerUnit;
       if (from >= end) break;
-      accumulate_columns<Products, true, false, kTileRows>(width, a + from * kKeyTile + k, kKeyTile, b + from * width, width,
-                                                           static_cast<int>(end - from), sums + (key + k) * width, width, nullptr);
+      accumulate_columns<Products, true, false, kTileRows>(width, a + from * kKeyTile + k, kKeyTile, b + from * width,
+                                                           width, static_cast<int>(end - from),
+                                                           sums + (key + k) * width, width, nullptr);
     }
   }
   /// dq of the tile's rows += dscores k.
@@ -77,13 +80,15 @@ struct VectorBackward : Layout {
     for (std::int64_t row = 0; row < rows; row += kTileRows) {
       const std::int64_t most = std::max(seen[row / kRows], seen[std::min(row + kTileRows - 1, rows - 1) / kRows]);
       if (most <= 0) continue;
-      accumulate_columns<Products, false, false, kTileRows>(width, dscore_rows + row * kKeyTile / kPerUnit, kKeyTile / kPerUnit, k_values,
-                                                            width, static_cast<int>((most + kPerUnit - 1) / kPerUnit), dq + row * width,
-                                                            width, nullptr);
+      accumulate_columns<Products, false, false, kTileRows>(
+          width, dscore_rows + row * kKeyTile / kPerUnit, kKeyTile / kPerUnit, k_values, width,
+          static_cast<int>((most + kPerUnit - 1) / kPerUnit), dq + row * width, width, nullptr);
     }
   }
   /// Sums of key `key`, one row.
-  const float* key_sums(const float* sums, std::int64_t key, std::int64_t, float*) const { return sums + key * this->columns; }
+  const float* key_sums(const float* sums, std::int64_t key, std::int64_t, float*) const {
+    return sums + key * this->columns;
+  }
 };
 using FloatBackward = VectorBackward<FloatLayout>;
 
@@ -96,9 +101,9 @@ HWY_INLINE void add_row(float* target, const float* source, float factor, std::i
 template <class Scheme>
 struct BackwardMemory {
   const std::byte **k_rows, **v_rows;
-  float *k_panels, *v_panels, *k_values, *dk, *dv, *excluded;                    // of the task's keys
-  float *q, *dout, *q_pairs, *dout_pairs, *lse, *delta, *dq;                     // of a query tile
-  float *weights, *dscores, *dscore_rows, *score_tile, *dweight_tile;            // of a query tile and a key tile
+  float *k_panels, *v_panels, *k_values, *dk, *dv, *excluded;          // of the task's keys
+  float *q, *dout, *q_pairs, *dout_pairs, *lse, *delta, *dq;           // of a query tile
+  float *weights, *dscores, *dscore_rows, *score_tile, *dweight_tile;  // of a query tile and a key tile
   float *bias, *keep, *scratch;
   std::int64_t* limits;
 
@@ -143,8 +148,13 @@ class BackwardRun {
 
  public:
   BackwardRun(const BackwardShared& shared, const BackwardTask& task, std::byte* memory)
-      : shared_(shared), task_(task), scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
-        carver_(memory), m_(carver_, scheme_, task.key_end - task.key_begin), policy_(shared, task), blocks_(shared, task),
+      : shared_(shared),
+        task_(task),
+        scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
+        carver_(memory),
+        m_(carver_, scheme_, task.key_end - task.key_begin),
+        policy_(shared, task),
+        blocks_(shared, task),
         dweight_factor_(shared.output_scale * shared.keep_factor) {}
 
   void run() {
@@ -199,7 +209,8 @@ class BackwardRun {
         if (!blocks_.heads_differ()) {
           stream_rows({task_.heads, first, last - first});
         } else {
-          for (std::int64_t head = 0; head < task_.heads.count; ++head) stream_rows({{task_.heads.at(head), 1, 1}, first, last - first});
+          for (std::int64_t head = 0; head < task_.heads.count; ++head)
+            stream_rows({{task_.heads.at(head), 1, 1}, first, last - first});
         }
         first = last;
       }
@@ -216,13 +227,17 @@ class BackwardRun {
       const std::int64_t tiles = (rows_.size() + kQueryTile - 1) / kQueryTile;
       size = std::min(kQueryTile, round_up((rows_.size() + tiles - 1) / tiles, kPackedRows));
     }
-    for (std::int64_t tile = 0; tile < rows_.size(); tile += size) query_tile(tile, std::min(size, rows_.size() - tile));
+    for (std::int64_t tile = 0; tile < rows_.size(); tile += size)
+      query_tile(tile, std::min(size, rows_.size() - tile));
   }
 
-  std::int64_t q_row(std::int64_t row) const { return q_begin_ + (rows_.index(row) - rows_.begin) * task_.strand.stride; }
+  std::int64_t q_row(std::int64_t row) const {
+    return q_begin_ + (rows_.index(row) - rows_.begin) * task_.strand.stride;
+  }
   template <class View>
   auto bytes(const View& view, std::int64_t row) const {
-    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>, const std::byte, std::byte>;
+    using Byte =
+        std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>, const std::byte, std::byte>;
     return static_cast<Byte*>(view.data) + view.offset(task_.entry, q_row(row), rows_.head(row)) * size_of(view.dtype);
   }
 
@@ -234,11 +249,14 @@ class BackwardRun {
       const std::byte* const dout = bytes(shared_.dout, row);
       const std::byte* const out = bytes(shared_.out, row);
       const std::int64_t columns = scheme_.head_dim;
-      if (scheme_.dtype == DType::f32) delta = dot_rows(reinterpret_cast<const float*>(dout), reinterpret_cast<const float*>(out), columns);
-      else if (scheme_.dtype == DType::bf16) delta = dot_rows(reinterpret_cast<const BFloat16*>(dout), reinterpret_cast<const BFloat16*>(out), columns);
+      if (scheme_.dtype == DType::f32)
+        delta = dot_rows(reinterpret_cast<const float*>(dout), reinterpret_cast<const float*>(out), columns);
+      else if (scheme_.dtype == DType::bf16)
+        delta = dot_rows(reinterpret_cast<const BFloat16*>(dout), reinterpret_cast<const BFloat16*>(out), columns);
       else delta = dot_rows(reinterpret_cast<const Float16*>(dout), reinterpret_cast<const Float16*>(out), columns);
     }
-    if (shared_.call.dlse.given()) delta -= *shared_.call.dlse.template at<float>(task_.entry, q_row(row), rows_.head(row));
+    if (shared_.call.dlse.given())
+      delta -= *shared_.call.dlse.template at<float>(task_.entry, q_row(row), rows_.head(row));
     return delta;
   }
 
@@ -273,9 +291,11 @@ class BackwardRun {
     const std::int64_t end = std::min(keys(), shared_.causal ? last + 1 - task_.key_begin : task_.strand.count);
     bool loaded = false;
     for (std::int64_t key = 0;;) {
-      const std::int64_t from = std::max(key, (blocks_.next_key(head, row, task_.key_begin + key) - task_.key_begin) / Scheme::kRunMultiple * Scheme::kRunMultiple);
+      const std::int64_t from = std::max(key, (blocks_.next_key(head, row, task_.key_begin + key) - task_.key_begin) /
+                                                  Scheme::kRunMultiple * Scheme::kRunMultiple);
       if (from >= end) break;
-      const std::int64_t length = blocks_.run_length(head, row, task_.key_begin + from, std::min(kKeyTile, keys() - from), Scheme::kRunMultiple);
+      const std::int64_t length = blocks_.run_length(head, row, task_.key_begin + from,
+                                                     std::min(kKeyTile, keys() - from), Scheme::kRunMultiple);
       key = from + length;
       if (!loaded) load_queries(tile, count);
       loaded = true;
@@ -296,7 +316,8 @@ class BackwardRun {
   }
 
   /// Fills weights and dscores of a tile; most[group] is how many keys the group's rows see. False if none does.
-  HWY_INLINE bool weigh(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys, std::int64_t* most) {
+  HWY_INLINE bool weigh(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys,
+                        std::int64_t* most) {
     bool any = false;
     const std::int64_t base = task_.key_begin + key;
     // Products take keys a few at a time: so far beyond the tile's own they must find zeros.
@@ -308,7 +329,8 @@ class BackwardRun {
         seen = std::max(seen, limit);
         if constexpr (Policy::kActive) {
           if (limit == 0) continue;
-          policy_.fill(rows_.head(tile + row + i), rows_.index(tile + row + i), base, tile_keys, m_.bias + i * kKeyTile, m_.keep + i * kKeyTile);
+          policy_.fill(rows_.head(tile + row + i), rows_.index(tile + row + i), base, tile_keys, m_.bias + i * kKeyTile,
+                       m_.keep + i * kKeyTile);
         }
       }
       most[row / kRows] = seen;
@@ -326,7 +348,8 @@ class BackwardRun {
       }
     }
     if (Scheme::kClearUnseen && any) {
-      for (std::int64_t row = round_up(count, kRows); row < round_up(count, 2 * kRows); row += kRows) clear_rows(row, 0, cleared);
+      for (std::int64_t row = round_up(count, kRows); row < round_up(count, 2 * kRows); row += kRows)
+        clear_rows(row, 0, cleared);
     }
     return any;
   }
@@ -341,27 +364,32 @@ class BackwardRun {
     }
   }
 
-  /// Scores of kRows rows and one panel of keys (or what is left of it), turned into weights and dscores. Returns how many
-  /// keys that were.
-  HWY_INLINE std::int64_t score_panel(std::int64_t row, std::int64_t base, std::int64_t key, std::int64_t panel, std::int64_t seen,
-                                      std::int64_t tile_keys) {
+  /// Scores of kRows rows and one panel of keys (or what is left of it), turned into weights and dscores. Returns how
+  /// many keys that were.
+  HWY_INLINE std::int64_t score_panel(std::int64_t row, std::int64_t base, std::int64_t key, std::int64_t panel,
+                                      std::int64_t seen, std::int64_t tile_keys) {
     constexpr std::int64_t kPanel = Scheme::kPanel;
     const std::int64_t within = (key + panel) % kPanel;
-    const int vectors = static_cast<int>(std::min<std::int64_t>((kPanel - within) / kLanes, (seen - panel + kLanes - 1) / kLanes));
-    const std::int64_t offset = (key + panel - within) * scheme_.depth + within, stride = scheme_.query_stride_backward();
-    scheme_.score_tiles(vectors, m_.q + row * stride, m_.dout + row * stride, m_.k_panels + offset, m_.v_panels + offset, m_.score_tile,
-                        m_.dweight_tile);
-    const std::int64_t least = std::min(tile_keys, m_.limits[row] - base);  // limits ascend, the group's first is its least
+    const int vectors =
+        static_cast<int>(std::min<std::int64_t>((kPanel - within) / kLanes, (seen - panel + kLanes - 1) / kLanes));
+    const std::int64_t offset = (key + panel - within) * scheme_.depth + within,
+                       stride = scheme_.query_stride_backward();
+    scheme_.score_tiles(vectors, m_.q + row * stride, m_.dout + row * stride, m_.k_panels + offset,
+                        m_.v_panels + offset, m_.score_tile, m_.dweight_tile);
+    const std::int64_t least =
+        std::min(tile_keys, m_.limits[row] - base);  // limits ascend, the group's first is its least
     const bool ragged = least < panel + vectors * kLanes || m_.limits[row + kRows - 1] == 0;
     for (int i = 0; i < kRows; i += 2) {
       for (int vector = 0; vector < vectors; ++vector) {
         Held w[2], d[2];
         HWY_UNROLL(2)
         for (int j = 0; j < 2; ++j) {
-          const std::int64_t at = (i + j) * kPanel + vector * kLanes, of_tile = (i + j) * kKeyTile + panel + vector * kLanes;
+          const std::int64_t at = (i + j) * kPanel + vector * kLanes,
+                             of_tile = (i + j) * kKeyTile + panel + vector * kLanes;
           V shift = broadcast(-m_.lse[row + i + j]);
           if constexpr (Policy::kActive) shift = hn::Add(shift, load(m_.bias + of_tile));
-          V weight = exp2<Scheme::kExpDegree>(hn::MulAdd(load(m_.score_tile + at), broadcast(scheme_.score_factor), shift));
+          V weight =
+              exp2<Scheme::kExpDegree>(hn::MulAdd(load(m_.score_tile + at), broadcast(scheme_.score_factor), shift));
           V dweight = load(m_.dweight_tile + at);
           if constexpr (Policy::kActive) dweight = hn::And(dweight, load(m_.keep + of_tile));
           V dscore = hn::Mul(weight, hn::MulSub(dweight, broadcast(dweight_factor_), broadcast(m_.delta[row + i + j])));
@@ -386,7 +414,8 @@ class BackwardRun {
     for (std::int64_t i = 0; i < count; ++i) {
       const float* const source = m_.dq + i * scheme_.columns;
       const std::int64_t row = q_row(tile + i), head = rows_.head(tile + i);
-      if (shared_.dq_sums.data) add_row(shared_.dq_sums.at(task_.entry, row, head), source, shared_.scale, scheme_.head_dim, add);
+      if (shared_.dq_sums.data)
+        add_row(shared_.dq_sums.at(task_.entry, row, head), source, shared_.scale, scheme_.head_dim, add);
       else store_row(scheme_.dtype, bytes(shared_.dq, tile + i), source, shared_.scale, scheme_.head_dim);
     }
   }
@@ -415,11 +444,13 @@ class BackwardRun {
       write_key(shared_.dv, shared_.dv_sums, position, scheme_.key_sums(m_.dv, i, padded, m_.dout), dweight_factor_);
     }
   }
-  void write_key(const TensorView& view, const FloatRows& sums, std::int64_t position, const float* source, float factor) {
+  void write_key(const TensorView& view, const FloatRows& sums, std::int64_t position, const float* source,
+                 float factor) {
     if (sums.data) {
       add_row(sums.at(task_.entry, position, task_.kv_head), source, factor, scheme_.head_dim, shared_.add_keys);
     } else {
-      std::byte* const target = static_cast<std::byte*>(view.data) + view.offset(task_.entry, position, task_.kv_head) * size_of(view.dtype);
+      std::byte* const target =
+          static_cast<std::byte*>(view.data) + view.offset(task_.entry, position, task_.kv_head) * size_of(view.dtype);
       store_row(scheme_.dtype, target, source, factor, scheme_.head_dim);
     }
   }

@@ -27,7 +27,8 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
   const auto tasks = [&] {
     double count = 0;
     for (const BranchPlan& branch : plan.branches()) {
-      count += static_cast<double>(problem.batch * branch.head_count) * static_cast<double>(branch.segments(problem.tokens)) *
+      count += static_cast<double>(problem.batch * branch.head_count) *
+               static_cast<double>(branch.segments(problem.tokens)) *
                std::max(1.0, static_cast<double>(longest_strand(plan, branch)) / static_cast<double>(keys));
     }
     return count;
@@ -45,7 +46,8 @@ Section backward_section(const Engine& engine, const Plan& plan, std::int64_t br
   section.segments = branch.segments(problem.tokens);
   section.block_rows = task_keys(engine, plan);
   section.blocks = std::max<std::int64_t>(1, (rows + section.block_rows - 1) / section.block_rows);
-  section.segments_per_task = std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1, std::max<std::int64_t>(section.segments, 1));
+  section.segments_per_task = std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1,
+                                                       std::max<std::int64_t>(section.segments, 1));
   if (section.blocks > 1) section.tickets = (rows + kTicketRows - 1) / kTicketRows;
   return section;
 }
@@ -68,7 +70,8 @@ struct BackwardWorkspace {
   BackwardWorkspace(Workspace& workspace, const Engine& engine, const Plan& plan, int thread_count) {
     const Problem& p = plan.problem();
     const bool narrow = p.dtype != DType::f32;
-    if (narrow && (heads_shared(plan) || strands_cut(engine, plan))) dq = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
+    if (narrow && (heads_shared(plan) || strands_cut(engine, plan)))
+      dq = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
     if (narrow && kv_heads_shared(plan) && !p.has_piece_gradients) {
       dk = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
       dv = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
@@ -78,9 +81,11 @@ struct BackwardWorkspace {
       const Section section = backward_section(engine, plan, static_cast<std::int64_t>(branch));
       ticket_count += section.tickets * p.batch * plan.branches()[branch].head_count * section.segments;
     }
-    tickets = reinterpret_cast<std::atomic<std::uint32_t>*>(workspace.take(static_cast<std::size_t>(ticket_count) * sizeof(*tickets)));
+    tickets = reinterpret_cast<std::atomic<std::uint32_t>*>(
+        workspace.take(static_cast<std::size_t>(ticket_count) * sizeof(*tickets)));
     bytes_per_thread = engine.backward_bytes(p.head_dim, task_keys(engine, plan));
-    if (plan.options().detached_mix) bytes_per_thread = std::max(bytes_per_thread, forward_thread_bytes(engine, plan, thread_count));
+    if (plan.options().detached_mix)
+      bytes_per_thread = std::max(bytes_per_thread, forward_thread_bytes(engine, plan, thread_count));
     threads = workspace.take(bytes_per_thread * static_cast<std::size_t>(thread_count));
   }
 };
@@ -93,22 +98,24 @@ bool any_query(const BackwardShared& shared, const StrandTask& task) {
   return false;
 }
 
-void run_sections(const Engine& engine, const BackwardShared& shared, std::int64_t first, std::int64_t last, int threads,
-                  const BackwardWorkspace& memory, const LoopControl& control) {
+void run_sections(const Engine& engine, const BackwardShared& shared, std::int64_t first, std::int64_t last,
+                  int threads, const BackwardWorkspace& memory, const LoopControl& control) {
   const Plan& plan = shared.plan;
   std::int64_t total = 0, tickets_before = 0;
   const auto section_of = [&](std::int64_t branch) { return backward_section(engine, plan, branch); };
   for (std::int64_t branch = first; branch < last; ++branch) total += section_of(branch).tasks(plan);
   for (std::int64_t branch = 0; branch < first; ++branch) {
     const Section section = section_of(branch);
-    tickets_before += section.tickets * plan.problem().batch * plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
+    tickets_before += section.tickets * plan.problem().batch *
+                      plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
   }
   parallel_for(threads, total, control, [&](int worker, std::int64_t item) {
     std::int64_t branch = first, first_ticket = tickets_before;
     Section section = section_of(branch);
     for (std::int64_t tasks; item >= (tasks = section.tasks(plan)); section = section_of(++branch)) {
       item -= tasks;
-      first_ticket += section.tickets * plan.problem().batch * plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
+      first_ticket += section.tickets * plan.problem().batch *
+                      plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
     }
     const TaskPlace place = locate(plan, section, item);
     BackwardTask task;
@@ -121,7 +128,8 @@ void run_sections(const Engine& engine, const BackwardShared& shared, std::int64
       // With keys in pieces most strands may have no query here; every task of such a strand is left out alike.
       if (plan.problem().has_piece_gradients && !any_query(shared, task)) continue;
       const BranchPlan& own = plan.branches()[static_cast<std::size_t>(branch)];
-      const std::int64_t ordinal = (place.entry * own.head_count + place.head - own.head_begin) * section.segments + segment;
+      const std::int64_t ordinal =
+          (place.entry * own.head_count + place.head - own.head_begin) * section.segments + segment;
       task.tickets = section.blocks > 1 ? memory.tickets + first_ticket + ordinal * section.tickets : nullptr;
       engine.backward(shared, task, memory.threads + memory.bytes_per_thread * static_cast<std::size_t>(worker));
     }
@@ -130,7 +138,8 @@ void run_sections(const Engine& engine, const BackwardShared& shared, std::int64
 
 /// body(entry, first_row, last_row, head) over all rows, in chunks.
 template <class Body>
-void sweep(std::int64_t batch, std::int64_t rows, std::int64_t heads, int threads, const LoopControl& control, Body&& body) {
+void sweep(std::int64_t batch, std::int64_t rows, std::int64_t heads, int threads, const LoopControl& control,
+           Body&& body) {
   const std::int64_t chunks = (rows + kRowsPerSweep - 1) / kRowsPerSweep;
   parallel_for(threads, batch * heads * chunks, control, [&](int, std::int64_t item) {
     const std::int64_t chunk = item % chunks, head = item / chunks % heads, entry = item / chunks / heads;
@@ -173,18 +182,22 @@ void clear_uncovered_keys(const BackwardShared& shared, int threads, const LoopC
         });
 }
 
-void clear_sums(const FloatRows& sums, std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns, int threads,
-                const LoopControl& control) {
-  sweep(batch, rows, heads, threads, control, [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
-    for (std::int64_t row = begin; row < end; ++row) std::memset(sums.at(entry, row, head), 0, static_cast<std::size_t>(columns) * sizeof(float));
-  });
+void clear_sums(const FloatRows& sums, std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns,
+                int threads, const LoopControl& control) {
+  sweep(batch, rows, heads, threads, control,
+        [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
+          for (std::int64_t row = begin; row < end; ++row)
+            std::memset(sums.at(entry, row, head), 0, static_cast<std::size_t>(columns) * sizeof(float));
+        });
 }
 
-void convert_sums(const Engine& engine, const TensorView& view, const FloatRows& sums, int threads, const LoopControl& control) {
+void convert_sums(const Engine& engine, const TensorView& view, const FloatRows& sums, int threads,
+                  const LoopControl& control) {
   sweep(view.batch(), view.rows(), view.heads(), threads, control,
         [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
           for (std::int64_t row = begin; row < end; ++row) {
-            engine.store_row(view.dtype, row_bytes(view, entry, row, head), sums.at(entry, row, head), 1.0f, view.columns());
+            engine.store_row(view.dtype, row_bytes(view, entry, row, head), sums.at(entry, row, head), 1.0f,
+                             view.columns());
           }
         });
 }
@@ -202,10 +215,12 @@ std::size_t workspace_bytes(const Engine& engine, const Plan& plan, Pass pass, i
 
 Verdict can_run(const Engine& engine, const Plan& plan, Pass) {
   const Problem& problem = plan.problem();
-  if (problem.device.type != DeviceType::cpu) return no("runs on the CPU, the tensors are on {}", to_string(problem.device));
+  if (problem.device.type != DeviceType::cpu)
+    return no("runs on the CPU, the tensors are on {}", to_string(problem.device));
   if (const char* missing = engine.missing()) return no("needs {}, which this machine lacks", missing);
   if (problem.head_dim > kMaxHeadDim) return no("runs head_dim up to {}, this is {}", kMaxHeadDim, problem.head_dim);
-  if (engine.bf16_products && problem.dtype != DType::bf16) return no("multiplies bf16 only, the tensors are {}", name_of(problem.dtype));
+  if (engine.bf16_products && problem.dtype != DType::bf16)
+    return no("multiplies bf16 only, the tensors are {}", name_of(problem.dtype));
   if (problem.dtype != DType::f32 && problem.dtype != DType::bf16 && problem.dtype != DType::f16) {
     return no("runs f32, bf16 and f16, the tensors are {}", name_of(problem.dtype));
   }
@@ -235,7 +250,8 @@ void run_backward(const Engine& engine, const BackwardArguments& a) {
   shared.delta = memory.delta;
 
   LoopControl control{a.call.cancel, &a.call.progress, 0.0, 0.02};
-  if (shared.add_queries) clear_sums(shared.dq_sums, problem.batch, problem.query_rows, problem.heads, problem.head_dim, a.threads, control);
+  if (shared.add_queries)
+    clear_sums(shared.dq_sums, problem.batch, problem.query_rows, problem.heads, problem.head_dim, a.threads, control);
   if (problem.has_piece_gradients) {
     // The caller's rows are added to.
   } else if (shared.add_keys) {
@@ -270,7 +286,8 @@ void run_backward(const Engine& engine, const BackwardArguments& a) {
           for (std::int64_t row = begin; row < end; ++row) {
             std::byte* const target = row_bytes(a.dq, entry, row, head);
             if (*a.lse.at<float>(entry, row, head) == -kInfinity) std::memset(target, 0, bytes);
-            else if (memory.dq.data) engine.store_row(a.dq.dtype, target, memory.dq.at(entry, row, head), 1.0f, problem.head_dim);
+            else if (memory.dq.data)
+              engine.store_row(a.dq.dtype, target, memory.dq.at(entry, row, head), 1.0f, problem.head_dim);
           }
         });
 }

@@ -12,8 +12,9 @@ void run_forward(const Engine& engine, const ForwardArguments& arguments);
 void run_backward(const Engine& engine, const BackwardArguments& arguments);
 
 /// detached_mix: for each row of one branch, output_scale * <dout, the branch's own result>.
-void run_branch_deltas(const Engine& engine, const BackwardArguments& arguments, std::int64_t branch, const FloatRows& delta,
-                       std::byte* memory, std::size_t bytes_per_thread, const LoopControl& control);
+void run_branch_deltas(const Engine& engine, const BackwardArguments& arguments, std::int64_t branch,
+                       const FloatRows& delta, std::byte* memory, std::size_t bytes_per_thread,
+                       const LoopControl& control);
 
 /// Parts of a call's workspace, each aligned to a cache line; without memory it only counts.
 class Workspace {
@@ -26,7 +27,8 @@ class Workspace {
   }
   /// A contiguous [batch, rows, heads, columns] of floats.
   FloatRows rows(std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns) {
-    float* const data = reinterpret_cast<float*>(take(static_cast<std::size_t>(batch * rows * heads * columns) * sizeof(float)));
+    float* const data =
+        reinterpret_cast<float*>(take(static_cast<std::size_t>(batch * rows * heads * columns) * sizeof(float)));
     return {data, rows * heads * columns, heads * columns, columns};
   }
   std::size_t used() const { return used_; }

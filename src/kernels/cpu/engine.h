@@ -44,9 +44,9 @@ struct CallShared {
   KeyRows keys;
   DropoutRule dropout;
   bool causal;
-  bool extras;               // ALiBi, dropout or key_mask: the inner loops with those policies run
-  float scale;               // on scores
-  float keep_factor;         // 1 / (1 - dropout)
+  bool extras;        // ALiBi, dropout or key_mask: the inner loops with those policies run
+  float scale;        // on scores
+  float keep_factor;  // 1 / (1 - dropout)
   float output_scale;
 
   CallShared(const Plan& plan, const Call& call, std::span<const RowRange> ranges, const ConstTensorView& q,
@@ -66,8 +66,8 @@ struct FloatRows {
 struct ForwardShared : CallShared {
   using CallShared::CallShared;
   TensorView out;
-  TensorView lse;              // always there: the caller's or scratch
-  FloatRows sums;              // where branches are mixed; data is null if a row has one branch only
+  TensorView lse;  // always there: the caller's or scratch
+  FloatRows sums;  // where branches are mixed; data is null if a row has one branch only
   // detached_mix asks for delta = output_scale * <dout, out of this branch> instead of an output.
   ConstTensorView dout;
   FloatRows delta;
@@ -84,13 +84,13 @@ struct BackwardShared : CallShared {
   FloatRows dq_sums, dk_sums, dv_sums;  // data is null where tasks write the gradient itself
   bool add_queries = false;             // later branches add to what earlier ones wrote
   bool add_keys = false;
-  FloatRows delta;                      // detached_mix only
+  FloatRows delta;  // detached_mix only
 };
 
 struct BackwardTask : StrandTask {
   std::int64_t key_begin = 0;
   std::int64_t key_end = 0;
-  std::int64_t block = 0;   // this is the block-th of `blocks` tasks of the strand
+  std::int64_t block = 0;  // this is the block-th of `blocks` tasks of the strand
   std::int64_t blocks = 1;
   // One counter per kTicketRows strand rows: tasks of one strand add to dq in the order of their keys. Null if alone.
   std::atomic<std::uint32_t>* tickets = nullptr;

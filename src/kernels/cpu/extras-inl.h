@@ -1,5 +1,5 @@
-// Policies of the inner loops, and which blocks of keys rows see. NoExtras is empty: without ALiBi, dropout and key_mask
-// nothing of them is compiled into the loops. Extras turns all of them into two rows of numbers per query row:
+// Policies of the inner loops, and which blocks of keys rows see. NoExtras is empty: without ALiBi, dropout and
+// key_mask nothing of them is compiled into the loops. Extras turns all of them into two rows of numbers per query row:
 //   bias [keys]  added to base-2 exponents: -slope * distance, and kMasked for pairs that do not attend
 //   keep [keys]  bit masks, all ones where dropout keeps the pair
 #pragma once
@@ -36,7 +36,9 @@ struct KeyRun {
 class BlockRows {
  public:
   BlockRows(const CallShared& shared, const StrandTask& task)
-      : branch_(shared.plan.branches()[static_cast<std::size_t>(task.branch)]), entry_(task.entry), heads_(task.heads),
+      : branch_(shared.plan.branches()[static_cast<std::size_t>(task.branch)]),
+        entry_(task.entry),
+        heads_(task.heads),
         size_(branch_.mask ? branch_.mask->block_size() : std::int64_t{1} << 62) {}
 
   bool masked() const { return branch_.mask.has_value(); }
@@ -56,11 +58,13 @@ class BlockRows {
     return found == blocks.end() ? std::int64_t{1} << 62 : std::max(key, *found * size_);
   }
   /// Keys of the run that begins at `key`, which the row sees, rounded out to `multiple` and cut at `most`.
-  std::int64_t run_length(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t most, std::int64_t multiple) const {
+  std::int64_t run_length(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t most,
+                          std::int64_t multiple) const {
     if (!masked()) return most;
     const auto blocks = of(head, row);
     std::int64_t length = 0;
-    for (auto block = std::lower_bound(blocks.begin(), blocks.end(), key / size_); block != blocks.end() && length < most; ++block) {
+    for (auto block = std::lower_bound(blocks.begin(), blocks.end(), key / size_);
+         block != blocks.end() && length < most; ++block) {
       if (*block * size_ - key >= length + multiple) break;
       length = round_up((*block + 1) * size_ - key, multiple);
     }
@@ -93,8 +97,7 @@ class Extras {
  public:
   static constexpr bool kActive = true;
 
-  Extras(const CallShared& shared, const StrandTask& task)
-      : shared_(shared), task_(task) {}
+  Extras(const CallShared& shared, const StrandTask& task) : shared_(shared), task_(task) {}
 
   /// Notes which of the strand's rows [begin, begin + count) key_mask excludes, in `excluded` (kMasked or 0).
   void begin_keys(std::int64_t begin, std::int64_t count, float* excluded) {
@@ -137,7 +140,8 @@ class Extras {
     const std::int64_t branch_head = task_.branch * shared_.plan.problem().heads + head;
     for (std::int64_t i = 0; i < count; i += 4) {
       const PhiloxBlock block = shared_.dropout.words(position, (key + i) / 4, branch_head, task_.entry);
-      for (std::size_t lane = 0; lane < 4; ++lane) words[i + static_cast<std::int64_t>(lane)] = block[lane] >= shared_.dropout.threshold ? ~0u : 0u;
+      for (std::size_t lane = 0; lane < 4; ++lane)
+        words[i + static_cast<std::int64_t>(lane)] = block[lane] >= shared_.dropout.threshold ? ~0u : 0u;
     }
   }
 

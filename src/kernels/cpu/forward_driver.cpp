@@ -15,7 +15,7 @@ constexpr std::int64_t kMostSharedHeads = 64;  // of one task
 constexpr std::int64_t kRowsPerSweep = 256;    // of a task that only fills or converts
 constexpr std::size_t kMostSections = 64;      // of one loop; calls with many query ranges take several loops
 constexpr std::int64_t kTasksPerThread = 4;
-constexpr std::int64_t kShortRows = 256;       // strands shorter than this share a task
+constexpr std::int64_t kShortRows = 256;  // strands shorter than this share a task
 
 struct ForwardWorkspace {
   FloatRows sums, lse;
@@ -36,9 +36,12 @@ bool has_masks(const Plan& plan) {
 }
 
 /// Heads whose masks differ cannot share a task.
-std::int64_t most_shared_heads(const BranchPlan& branch) { return branch.mask && branch.mask->heads() > 1 ? 1 : kMostSharedHeads; }
+std::int64_t most_shared_heads(const BranchPlan& branch) {
+  return branch.mask && branch.mask->heads() > 1 ? 1 : kMostSharedHeads;
+}
 
-Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRange& range, std::int64_t q_first, std::int64_t task_rows) {
+Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRange& range, std::int64_t q_first,
+                        std::int64_t task_rows) {
   const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(branch_index)];
   Section section;
   section.branch = branch_index;
@@ -50,18 +53,20 @@ Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRa
   const std::int64_t rows = std::min(longest_strand(plan, branch), (range.count - 1) / branch.dilation + 1);
   section.block_rows = std::max<std::int64_t>(1, task_rows / largest_head_set(plan, most_shared_heads(branch)));
   section.blocks = (rows + section.block_rows - 1) / section.block_rows;
-  section.segments_per_task = std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1, section.segments);
+  section.segments_per_task =
+      std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1, section.segments);
   return section;
 }
 
 /// Runs the tasks of some sections, all in one loop.
-void run_sections(const Engine& engine, const ForwardShared& shared, std::span<const Section> sections, int threads, std::byte* memory,
-                  std::size_t bytes_per_thread, const LoopControl& control) {
+void run_sections(const Engine& engine, const ForwardShared& shared, std::span<const Section> sections, int threads,
+                  std::byte* memory, std::size_t bytes_per_thread, const LoopControl& control) {
   std::array<std::int64_t, kMostSections + 1> begins{};
   for (std::size_t i = 0; i < sections.size(); ++i) begins[i + 1] = begins[i] + sections[i].tasks(shared.plan);
   parallel_for(threads, begins[sections.size()], control, [&](int worker, std::int64_t item) {
     const std::size_t which = static_cast<std::size_t>(
-        std::upper_bound(begins.begin(), begins.begin() + static_cast<std::ptrdiff_t>(sections.size()) + 1, item) - begins.begin() - 1);
+        std::upper_bound(begins.begin(), begins.begin() + static_cast<std::ptrdiff_t>(sections.size()) + 1, item) -
+        begins.begin() - 1);
     const Section& section = sections[which];
     const TaskPlace place = locate(shared.plan, section, item - begins[which]);
     // Causal rows near the end see the most keys: they come first.
@@ -73,15 +78,17 @@ void run_sections(const Engine& engine, const ForwardShared& shared, std::span<c
       const QueryRun run = query_run(task.strand, section.range, section.q_first);
       const std::int64_t first = block * section.block_rows;
       if (first >= run.count) continue;
-      task.rows = {run.begin + first, std::min(section.block_rows, run.count - first), run.q_row + first * task.strand.stride};
+      task.rows = {run.begin + first, std::min(section.block_rows, run.count - first),
+                   run.q_row + first * task.strand.stride};
       engine.forward(shared, task, memory + bytes_per_thread * static_cast<std::size_t>(worker));
     }
   });
 }
 
 /// Every branch of [first, last) over all ranges, or the branches' windows in them.
-void run_branches(const Engine& engine, const ForwardShared& shared, std::int64_t first, std::int64_t last, int threads, std::byte* memory,
-                  std::size_t bytes_per_thread, LoopControl control, const ForwardPart* part = nullptr) {
+void run_branches(const Engine& engine, const ForwardShared& shared, std::int64_t first, std::int64_t last, int threads,
+                  std::byte* memory, std::size_t bytes_per_thread, LoopControl control,
+                  const ForwardPart* part = nullptr) {
   const std::int64_t task_rows = forward_task_rows(engine, shared.plan, threads);
   std::array<Section, kMostSections> sections;
   std::size_t count = 0;
@@ -92,12 +99,15 @@ void run_branches(const Engine& engine, const ForwardShared& shared, std::int64_
   for (std::int64_t branch = first; branch < last; ++branch) {
     std::int64_t q_first = 0;
     for (const RowRange& range : shared.ranges) {
-      const auto windows = part ? std::span<const RowRange>(part->windows[static_cast<std::size_t>(branch)]) : std::span<const RowRange>(&range, 1);
+      const auto windows = part ? std::span<const RowRange>(part->windows[static_cast<std::size_t>(branch)])
+                                : std::span<const RowRange>(&range, 1);
       for (const RowRange& window : windows) {
-        const std::int64_t begin = std::max(range.start, window.start), end = std::min(range.start + range.count, window.start + window.count);
+        const std::int64_t begin = std::max(range.start, window.start),
+                           end = std::min(range.start + range.count, window.start + window.count);
         if (begin >= end) continue;
         if (count == sections.size()) flush();
-        sections[count++] = forward_section(shared.plan, branch, {begin, end - begin}, q_first + begin - range.start, task_rows);
+        sections[count++] =
+            forward_section(shared.plan, branch, {begin, end - begin}, q_first + begin - range.start, task_rows);
       }
       q_first += range.count;
     }
@@ -110,7 +120,8 @@ template <class Body>
 void sweep_queries(const Problem& problem, int threads, const LoopControl& control, Body&& body) {
   const std::int64_t chunks = (problem.query_rows + kRowsPerSweep - 1) / kRowsPerSweep;
   parallel_for(threads, problem.batch * problem.heads * chunks, control, [&](int, std::int64_t item) {
-    const std::int64_t chunk = item % chunks, head = item / chunks % problem.heads, entry = item / chunks / problem.heads;
+    const std::int64_t chunk = item % chunks, head = item / chunks % problem.heads,
+                       entry = item / chunks / problem.heads;
     const std::int64_t end = std::min((chunk + 1) * kRowsPerSweep, problem.query_rows);
     for (std::int64_t row = chunk * kRowsPerSweep; row < end; ++row) body(entry, row, head);
   });
@@ -118,26 +129,38 @@ void sweep_queries(const Problem& problem, int threads, const LoopControl& contr
 
 }  // namespace
 
-CallShared::CallShared(const Plan& the_plan, const Call& the_call, std::span<const RowRange> the_ranges, const ConstTensorView& the_q,
-                       const ConstTensorView& the_k, const ConstTensorView& the_v)
-    : plan(the_plan), call(the_call), ranges(the_ranges), q(the_q), k(the_k), v(the_v), keys(k, v, call.pieces),
+CallShared::CallShared(const Plan& the_plan, const Call& the_call, std::span<const RowRange> the_ranges,
+                       const ConstTensorView& the_q, const ConstTensorView& the_k, const ConstTensorView& the_v)
+    : plan(the_plan),
+      call(the_call),
+      ranges(the_ranges),
+      q(the_q),
+      k(the_k),
+      v(the_v),
+      keys(k, v, call.pieces),
       dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed),
-      causal(plan.options().causal), extras(plan.options().dropout > 0 || call.key_mask.given() || call.alibi_slopes.given()),
-      scale(static_cast<float>(plan.scale())), keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
+      causal(plan.options().causal),
+      extras(plan.options().dropout > 0 || call.key_mask.given() || call.alibi_slopes.given()),
+      scale(static_cast<float>(plan.scale())),
+      keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
       output_scale(static_cast<float>(plan.output_scale())) {}
 
 std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threads) {
   const Problem& problem = plan.problem();
-  // Under a mask rows have less to do with each key that was packed for them: tasks are twice as large, and half as many.
+  // Under a mask rows have less to do with each key that was packed for them: tasks are twice as large, and half as
+  // many.
   const std::int64_t larger = has_masks(plan) ? 2 : 1;
   std::int64_t rows = std::max<std::int64_t>(larger * engine.forward_row_budget / problem.head_dim, kMostSharedHeads);
   double strands = 0, longest = 0;
   for (const BranchPlan& branch : plan.branches()) {
-    strands += static_cast<double>(problem.batch * branch.head_count) * static_cast<double>(branch.segments(problem.tokens));
+    strands +=
+        static_cast<double>(problem.batch * branch.head_count) * static_cast<double>(branch.segments(problem.tokens));
     longest = std::max(longest, static_cast<double>(longest_strand(plan, branch)));
   }
   // Fewer rows per task pack the same keys more often: only as far as the threads need it.
-  while (rows > 2 * kMostSharedHeads && strands * std::max(1.0, longest / static_cast<double>(rows)) < static_cast<double>(kTasksPerThread / larger * threads)) rows /= 2;
+  while (rows > 2 * kMostSharedHeads && strands * std::max(1.0, longest / static_cast<double>(rows)) <
+                                            static_cast<double>(kTasksPerThread / larger * threads))
+    rows /= 2;
   return rows;
 }
 
@@ -162,7 +185,8 @@ void run_forward(const Engine& engine, const ForwardArguments& a) {
   const ForwardWorkspace memory(workspace, engine, a.plan, a.threads);
   ForwardShared shared(a.plan, a.call, a.ranges, a.q, a.k, a.v);
   shared.out = a.out;
-  shared.lse = a.lse.given() ? a.lse : TensorView::lse(memory.lse.data, problem.batch, problem.query_rows, problem.heads);
+  shared.lse =
+      a.lse.given() ? a.lse : TensorView::lse(memory.lse.data, problem.batch, problem.query_rows, problem.heads);
   const bool mixing = heads_shared(a.plan), convert = memory.sums.data != nullptr;
   if (mixing) shared.sums = convert ? memory.sums : rows_of(a.out);
 
@@ -178,8 +202,8 @@ void run_forward(const Engine& engine, const ForwardArguments& a) {
     control.progress_begin = control.progress_end;
     control.progress_end = 0.01 + 0.97 * static_cast<double>(step + 1) / static_cast<double>(steps);
     // Branches that share heads run one after the other, so that rows are mixed in the order of the list.
-    run_branches(engine, shared, mixing ? step : 0, mixing ? step + 1 : branches, a.threads, memory.threads, memory.bytes_per_thread, control,
-                 a.part);
+    run_branches(engine, shared, mixing ? step : 0, mixing ? step + 1 : branches, a.threads, memory.threads,
+                 memory.bytes_per_thread, control, a.part);
   }
   if (a.part && !a.part->last) return;
   // A row that no branch wrote still has its first lse.
@@ -187,14 +211,16 @@ void run_forward(const Engine& engine, const ForwardArguments& a) {
   control.progress_end = 1.0;
   const std::int64_t row_bytes = problem.head_dim * size_of(a.out.dtype);
   sweep_queries(problem, a.threads, control, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
-    std::byte* const target = static_cast<std::byte*>(a.out.data) + a.out.offset(entry, row, head) * size_of(a.out.dtype);
-    if (*shared.lse.at<float>(entry, row, head) == -kInfinity) std::memset(target, 0, static_cast<std::size_t>(row_bytes));
+    std::byte* const target =
+        static_cast<std::byte*>(a.out.data) + a.out.offset(entry, row, head) * size_of(a.out.dtype);
+    if (*shared.lse.at<float>(entry, row, head) == -kInfinity)
+      std::memset(target, 0, static_cast<std::size_t>(row_bytes));
     else if (convert) engine.store_row(a.out.dtype, target, shared.sums.at(entry, row, head), 1.0f, problem.head_dim);
   });
 }
 
-void run_branch_deltas(const Engine& engine, const BackwardArguments& a, std::int64_t branch, const FloatRows& delta, std::byte* memory,
-                       std::size_t bytes_per_thread, const LoopControl& control) {
+void run_branch_deltas(const Engine& engine, const BackwardArguments& a, std::int64_t branch, const FloatRows& delta,
+                       std::byte* memory, std::size_t bytes_per_thread, const LoopControl& control) {
   ForwardShared shared(a.plan, a.call, a.ranges, a.q, a.k, a.v);
   shared.dout = a.dout;
   shared.delta = delta;

@@ -15,6 +15,6 @@ const char* missing_neon();
 const char* missing_sve();
 
 extern const Engine kSse4Engine, kAvx2Engine, kAvx512Engine, kAvx512Bf16Engine, kAmxEngine;  // x86
-extern const Engine kNeonEngine, kSveEngine;                                                  // ARM
+extern const Engine kNeonEngine, kSveEngine;                                                 // ARM
 
 }  // namespace longspan::cpu

@@ -1,5 +1,5 @@
-// The CPU engine for SVE of 256 bits (Neoverse V1): float products, 8 lanes. Compiled with -msve-vector-bits=256, so that
-// vectors have a size and can be held in arrays; machines with other lengths run NEON.
+// The CPU engine for SVE of 256 bits (Neoverse V1): float products, 8 lanes. Compiled with -msve-vector-bits=256, so
+// that vectors have a size and can be held in arrays; machines with other lengths run NEON.
 #include "hwy/detect_targets.h"
 #undef HWY_TARGET
 #define HWY_TARGET HWY_SVE_256

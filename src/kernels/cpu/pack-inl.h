@@ -22,7 +22,8 @@ HWY_INLINE hn::Vec<Tag> load_blocks(Tag tag, const float* const* rows, std::int6
     return hn::LoadU(tag, rows[0] + unit);
   } else {
     const hn::Half<Tag> half;
-    return hn::Combine(tag, load_blocks<kCount / 2>(half, rows + kCount / 2, unit), load_blocks<kCount / 2>(half, rows, unit));
+    return hn::Combine(tag, load_blocks<kCount / 2>(half, rows + kCount / 2, unit),
+                       load_blocks<kCount / 2>(half, rows, unit));
   }
 }
 
@@ -95,9 +96,14 @@ struct FloatLayout {
   float query_factor;    // on packed queries; where it is the scale, products are exponents already
 
   FloatLayout(DType type, std::int64_t dim, float scale)
-      : dtype(type), head_dim(dim), depth(round_up(dim, 4)), columns(round_up(dim, kLanes)),
+      : dtype(type),
+        head_dim(dim),
+        depth(round_up(dim, 4)),
+        columns(round_up(dim, kLanes)),
         score_factor(kFused ? 1.0f : std::abs(scale) * kLog2e),
-        query_factor(kFused ? scale * kLog2e : scale < 0 ? -1.0f : 1.0f) {}
+        query_factor(kFused      ? scale * kLog2e
+                     : scale < 0 ? -1.0f
+                                 : 1.0f) {}
 
   std::int64_t row_bytes() const { return head_dim * size_of(dtype); }
   std::int64_t query_stride() const { return depth; }
@@ -122,8 +128,10 @@ struct FloatLayout {
   /// A tile of queries (or of dout) for the backward: rows serve as a of the score products and as b of dk and dv.
   std::int64_t product_depth() const { return head_dim; }
   std::int64_t query_stride_backward() const { return columns; }
-  HWY_NOINLINE void pack_queries(float* target, float*, const std::byte* const* rows, std::int64_t count, float factor, float*) const {
-    for (std::int64_t row = 0; row < count; ++row) widen_any(dtype, target + row * columns, rows[row], factor, head_dim, columns);
+  HWY_NOINLINE void pack_queries(float* target, float*, const std::byte* const* rows, std::int64_t count, float factor,
+                                 float*) const {
+    for (std::int64_t row = 0; row < count; ++row)
+      widen_any(dtype, target + row * columns, rows[row], factor, head_dim, columns);
   }
   HWY_NOINLINE void pack_values(float* target, const std::byte* const* rows, std::int64_t keys) const {
     for (std::int64_t key = 0; key < keys; ++key) {
@@ -135,8 +143,8 @@ struct FloatLayout {
 
 /// weights = exp2((scores - base) * factor) for keys below limit, 0 up to end; their sum (before dropout) joins `sums`.
 template <bool kKeep>
-HWY_INLINE V FloatLayout::weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor, float base,
-                                  const float* keep, V sums) {
+HWY_INLINE V FloatLayout::weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end,
+                                  float factor, float base, const float* keep, V sums) {
   const V scale = broadcast(factor), largest = broadcast(base), shift = broadcast(-base * factor);
   std::int64_t key = 0;
   for (; key + kLanes <= limit; key += kLanes) {
@@ -157,8 +165,8 @@ HWY_INLINE V FloatLayout::weights(const float* scores, float* weights, std::int6
   return sums;
 }
 
-/// Pointers to rows [begin, begin + count) of a strand, zero_row() for those that key_mask excludes or no piece has, and
-/// for the rest up to `padded`.
+/// Pointers to rows [begin, begin + count) of a strand, zero_row() for those that key_mask excludes or no piece has,
+/// and for the rest up to `padded`.
 inline void point_to_rows(const CallShared& shared, const StrandTask& task, std::int64_t begin, std::int64_t count,
                           std::int64_t padded, const std::byte** k_rows, const std::byte** v_rows) {
   for (std::int64_t index = 0; index < count;) {

@@ -1,8 +1,8 @@
 // bfloat16 in pairs: a unit is two neighbouring bfloat16 of the inner dimension, multiplied without being widened.
 //   panels  [keys / kPanel][depth][kPanel]   a unit holds columns 2 d, 2 d + 1 of a key
 //   values  [keys / 2][columns]              a unit holds one column of keys 2 k, 2 k + 1
-// Needs AVX-512 BW and BF16: the including file adds avx512bf16 to HWY_TARGET_STR. Weights are rounded to bfloat16, sums
-// are not; the dot product flushes denormals, as the instruction does.
+// Needs AVX-512 BW and BF16: the including file adds avx512bf16 to HWY_TARGET_STR. Weights are rounded to bfloat16,
+// sums are not; the dot product flushes denormals, as the instruction does.
 #pragma once
 
 #include "kernels/cpu/backward-inl.h"
@@ -25,8 +25,8 @@ HWY_INLINE __m512i to_bf16(V low, V high) { return reinterpret_cast<__m512i>(_mm
 
 /// Element i of the first half beside element i of the second half.
 HWY_INLINE __m512i interleave_halves(__m512i halves) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
-                                         3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, halves);
 }
 
@@ -41,14 +41,20 @@ struct PairLayout {
   float score_factor, query_factor;
 
   PairLayout(DType type, std::int64_t dim, float scale)
-      : dtype(type), head_dim(dim), depth(round_up((dim + 1) / 2, std::max(4, kDepthMultiple))), columns(round_up(dim, kLanes)),
-        score_factor(std::abs(scale) * kLog2e), query_factor(scale < 0 ? -1.0f : 1.0f) {}
+      : dtype(type),
+        head_dim(dim),
+        depth(round_up((dim + 1) / 2, std::max(4, kDepthMultiple))),
+        columns(round_up(dim, kLanes)),
+        score_factor(std::abs(scale) * kLog2e),
+        query_factor(scale < 0 ? -1.0f : 1.0f) {}
 
   std::int64_t row_bytes() const { return head_dim * 2; }
   std::int64_t query_stride() const { return depth; }
   std::int64_t query_stride_backward() const { return depth; }
   std::int64_t product_depth() const { return kDepthMultiple > 1 ? depth : (head_dim + 1) / 2; }
-  static std::int64_t value_floats(std::int64_t keys, std::int64_t columns) { return round_up(keys, kKeyMultiple) / 2 * columns; }
+  static std::int64_t value_floats(std::int64_t keys, std::int64_t columns) {
+    return round_up(keys, kKeyMultiple) / 2 * columns;
+  }
   std::int64_t value_offset(std::int64_t key) const { return key / 2 * columns; }
   static float key_gradient_factor(float scale) { return std::abs(scale); }
 
@@ -82,8 +88,8 @@ struct PairLayout {
   }
   /// Weights and dscores interleaved by query rows (for dv and dk), dscores also row by row (for dq).
   template <std::int64_t kKeyTile>
-  static HWY_INLINE void put_pairs(float* weights, float* dscores, float* dscore_rows, std::int64_t row, std::int64_t key, V w0, V w1,
-                                   V d0, V d1) {
+  static HWY_INLINE void put_pairs(float* weights, float* dscores, float* dscore_rows, std::int64_t row,
+                                   std::int64_t key, V w0, V w1, V d0, V d1) {
     const __m512i d = to_bf16(d0, d1);
     _mm512_storeu_si512(weights + row / 2 * kKeyTile + key, interleave_halves(to_bf16(w0, w1)));
     _mm512_storeu_si512(dscores + row / 2 * kKeyTile + key, interleave_halves(d));
@@ -93,8 +99,8 @@ struct PairLayout {
   }
   /// Rows two by two, column beside column.
   HWY_NOINLINE void pack_values(float* target, const std::byte* const* rows, std::int64_t keys) const {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3,
-                                         34, 2, 33, 1, 32, 0);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (std::int64_t key = 0; key < keys; key += 2) {
       if (key + 9 < keys) {
@@ -112,7 +118,8 @@ struct PairLayout {
       }
     }
   }
-  HWY_NOINLINE void pack_queries(float* target, float* pairs, const std::byte* const* rows, std::int64_t count, float factor, float*) const {
+  HWY_NOINLINE void pack_queries(float* target, float* pairs, const std::byte* const* rows, std::int64_t count,
+                                 float factor, float*) const {
     for (std::int64_t row = 0; row < count; ++row) pack_query(target + row * depth, rows[row], factor);
     pack_values(pairs, rows, count);
     if (factor < 0) {
@@ -123,15 +130,16 @@ struct PairLayout {
   template <bool kKeep>
   static HWY_INLINE V weight(const float* scores, std::int64_t left, V scale, V shift, const float* keep, V& sums) {
     V value = exp2<kExpDegree>(hn::MulAdd(load(scores), scale, shift));
-    if (left < kLanes) value = hn::IfThenElseZero(hn::FirstN(kFloat, static_cast<std::size_t>(std::max<std::int64_t>(left, 0))), value);
+    if (left < kLanes)
+      value = hn::IfThenElseZero(hn::FirstN(kFloat, static_cast<std::size_t>(std::max<std::int64_t>(left, 0))), value);
     sums = hn::Add(sums, value);
     if constexpr (kKeep) value = hn::And(value, load(keep));
     return value;
   }
   /// As for floats; weights become bfloat16, 32 at a time, 0 up to a multiple of 32 beyond end.
   template <bool kKeep>
-  static HWY_INLINE V weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor, float base,
-                              const float* keep, V sums) {
+  static HWY_INLINE V weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor,
+                              float base, const float* keep, V sums) {
     const V scale = broadcast(factor), shift = broadcast(-base * factor);
     std::int64_t key = 0;
     for (; key + 32 <= limit; key += 32) {
@@ -141,8 +149,9 @@ struct PairLayout {
     }
     if (key < limit) {
       const V first = weight<kKeep>(scores + key, limit - key, scale, shift, keep + key, sums);
-      const V second = key + 16 < limit ? weight<kKeep>(scores + key + 16, limit - key - 16, scale, shift, keep + key + 16, sums)
-                                        : hn::Zero(kFloat);
+      const V second = key + 16 < limit
+                           ? weight<kKeep>(scores + key + 16, limit - key - 16, scale, shift, keep + key + 16, sums)
+                           : hn::Zero(kFloat);
       _mm512_storeu_si512(weights + key / 2, to_bf16(first, second));
       key += 32;
     }

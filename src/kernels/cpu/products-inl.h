@@ -35,15 +35,16 @@ HWY_INLINE void multiply(Held (&c)[kRows][kVectors], const float* HWY_RESTRICT a
     for (int row = 0; row < kRows; ++row) {
       const V unit = broadcast(kTransposed ? a[inner * a_stride + row] : a[row * a_stride + inner]);
       HWY_UNROLL(8)
-      for (int vector = 0; vector < kVectors; ++vector) c[row][vector] = Products::mad(c[row][vector], unit, columns[vector]);
+      for (int vector = 0; vector < kVectors; ++vector)
+        c[row][vector] = Products::mad(c[row][vector], unit, columns[vector]);
     }
   }
 }
 
 /// c = a * b.
 template <class Products, int kRows, int kVectors>
-HWY_NOINLINE void product(const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride, int depth, float* c,
-                          std::int64_t c_stride) {
+HWY_NOINLINE void product(const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride, int depth,
+                          float* c, std::int64_t c_stride) {
   Held tile[kRows][kVectors];
   HWY_UNROLL(8)
   for (int row = 0; row < kRows; ++row) {
@@ -70,8 +71,8 @@ HWY_INLINE void product_some(int vectors, const float* a, std::int64_t a_stride,
 
 /// c = row_factors * c + a * b; without row_factors they are 1.
 template <class Products, bool kTransposed, bool kFactors, int kRows, int kVectors>
-HWY_NOINLINE void accumulate(const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride, int depth, float* c,
-                             std::int64_t c_stride, const float* row_factors) {
+HWY_NOINLINE void accumulate(const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride, int depth,
+                             float* c, std::int64_t c_stride, const float* row_factors) {
   Held tile[kRows][kVectors];
   HWY_UNROLL(8)
   for (int row = 0; row < kRows; ++row) {
@@ -90,10 +91,12 @@ HWY_NOINLINE void accumulate(const float* a, std::int64_t a_stride, const float*
 }
 
 template <class Products, bool kTransposed, bool kFactors, int kRows, int kVectors>
-HWY_INLINE void accumulate_some(int vectors, const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride,
-                                int depth, float* c, std::int64_t c_stride, const float* row_factors) {
+HWY_INLINE void accumulate_some(int vectors, const float* a, std::int64_t a_stride, const float* b,
+                                std::int64_t b_stride, int depth, float* c, std::int64_t c_stride,
+                                const float* row_factors) {
   if (vectors >= kVectors) {
-    accumulate<Products, kTransposed, kFactors, kRows, kVectors>(a, a_stride, b, b_stride, depth, c, c_stride, row_factors);
+    accumulate<Products, kTransposed, kFactors, kRows, kVectors>(a, a_stride, b, b_stride, depth, c, c_stride,
+                                                                 row_factors);
   } else if constexpr (kVectors > 1) {
     accumulate_some<Products, kTransposed, kFactors, kRows, kVectors - 1>(vectors, a, a_stride, b, b_stride, depth, c,
                                                                           c_stride, row_factors);
@@ -109,7 +112,7 @@ HWY_INLINE void accumulate_columns(std::int64_t columns, const float* a, std::in
   for (int tiles = (vectors + kTileVectors - 1) / kTileVectors; tiles > 0; --tiles) {
     const int width = (vectors + tiles - 1) / tiles;
     accumulate_some<Products, kTransposed, kFactors, kRows, kTileVectors>(width, a, a_stride, b, b_stride, depth, c,
-                                                                              c_stride, row_factors);
+                                                                          c_stride, row_factors);
     b += width * kLanes;
     c += width * kLanes;
     vectors -= width;

@@ -58,11 +58,13 @@ HWY_INLINE V exponent(V score, V base, V shift, V factor) {
 #if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
 // Fraction from 0 to 1: one instruction splits x, and scalef rounds its exponent down by itself.
 constexpr float kExp2Degree4[] = {0.0135341678f, 0.0520114601f, 0.241442755f, 0.693003833f, 1.00000262f};
-constexpr float kExp2Degree5[] = {0.00187778415f, 0.00898912735f, 0.0558261722f, 0.240153819f, 0.693153024f, 0.99999994f};
+constexpr float kExp2Degree5[] = {0.00187778415f, 0.00898912735f, 0.0558261722f,
+                                  0.240153819f,   0.693153024f,   0.99999994f};
 #else
 // Fraction from -1/2 to 1/2.
 constexpr float kExp2Degree4[] = {0.00957010221f, 0.0559178591f, 0.240247443f, 0.693121791f, 0.999999285f};
-constexpr float kExp2Degree5[] = {0.00132764181f, 0.0096755409f, 0.0555071344f, 0.240221197f, 0.693146967f, 1.00000007f};
+constexpr float kExp2Degree5[] = {0.00132764181f, 0.0096755409f, 0.0555071344f,
+                                  0.240221197f,   0.693146967f,  1.00000007f};
 #endif
 template <int kDegree>
 HWY_INLINE V exp2_fraction(V fraction) {

@@ -13,7 +13,8 @@ bool ranges_meet(const Plan& plan, std::int64_t per_group) {
     for (std::size_t j = i + 1; j < branches.size(); ++j) {
       const BranchPlan &a = branches[i], &b = branches[j];
       if (a.head_count == 0 || b.head_count == 0) continue;
-      const std::int64_t a_last = (a.head_begin + a.head_count - 1) / per_group, b_last = (b.head_begin + b.head_count - 1) / per_group;
+      const std::int64_t a_last = (a.head_begin + a.head_count - 1) / per_group,
+                         b_last = (b.head_begin + b.head_count - 1) / per_group;
       if (a.head_begin / per_group <= b_last && b.head_begin / per_group <= a_last) return true;
     }
   }
@@ -34,7 +35,8 @@ HeadSet shared_heads(const Plan& plan, const BranchPlan& branch, std::int64_t he
   const bool interleaved = branch.fixed_phase < 0 && branch.phase_divisor == 0;
   const std::int64_t step = interleaved ? branch.dilation : 1;
   std::int64_t before = 0;
-  for (std::int64_t other = head - step; other >= begin && branch.phase(other) == branch.phase(head); other -= step) ++before;
+  for (std::int64_t other = head - step; other >= begin && branch.phase(other) == branch.phase(head); other -= step)
+    ++before;
   if (before % most != 0) return {head, step, 0};
   std::int64_t count = 1;
   while (count < most && head + count * step < end && branch.phase(head + count * step) == branch.phase(head)) ++count;

@@ -19,8 +19,12 @@ template <class Storage>
 class Backward {
  public:
   explicit Backward(const BackwardArguments& arguments)
-      : a(arguments), problem(a.plan.problem()), rows(a), columns(problem.head_dim),
-        output_scale(static_cast<float>(a.plan.output_scale())), deltas_(reinterpret_cast<float*>(a.workspace)),
+      : a(arguments),
+        problem(a.plan.problem()),
+        rows(a),
+        columns(problem.head_dim),
+        output_scale(static_cast<float>(a.plan.output_scale())),
+        deltas_(reinterpret_cast<float*>(a.workspace)),
         per_row_(deltas_per_row(a.plan)) {}
 
   void run() {
@@ -28,20 +32,25 @@ class Backward {
       query_gradient(entry, head, row, position);
     });
     const LoopControl control{a.call.cancel, &a.call.progress, 0.5, 1};
-    if (!problem.has_piece_gradients) return for_each_key_block(problem.tokens, problem.kv_heads, control, [&](std::int64_t entry, std::int64_t kv_head, std::int64_t key) {
-      FloatRow dk{}, dv{};
-      key_gradient(entry, kv_head, key, dk, dv);
-      store(a.dk.template at<Storage>(entry, key, kv_head), dk.data(), 1.0f, columns);
-      store(a.dv.template at<Storage>(entry, key, kv_head), dv.data(), 1.0f, columns);
-    });
+    if (!problem.has_piece_gradients)
+      return for_each_key_block(problem.tokens, problem.kv_heads, control,
+                                [&](std::int64_t entry, std::int64_t kv_head, std::int64_t key) {
+                                  FloatRow dk{}, dv{};
+                                  key_gradient(entry, kv_head, key, dk, dv);
+                                  store(a.dk.template at<Storage>(entry, key, kv_head), dk.data(), 1.0f, columns);
+                                  store(a.dv.template at<Storage>(entry, key, kv_head), dv.data(), 1.0f, columns);
+                                });
     for (const KeyPiece& piece : a.call.pieces) {
-      for_each_key_block(piece.k.rows(), piece.k.heads(), control, [&](std::int64_t entry, std::int64_t head, std::int64_t row) {
-        FloatRow dk{}, dv{};
-        key_gradient(entry, piece.kv_head + head, piece.first + row * piece.step, dk, dv);
-        for (const auto& [view, sums] : {std::pair<const TensorView&, const FloatRow&>{piece.dk, dk}, {piece.dv, dv}}) {
-          add_scaled<float>(view.template at<float>(entry, row, head), 1.0f, reinterpret_cast<const std::byte*>(sums.data()), columns);
-        }
-      });
+      for_each_key_block(piece.k.rows(), piece.k.heads(), control,
+                         [&](std::int64_t entry, std::int64_t head, std::int64_t row) {
+                           FloatRow dk{}, dv{};
+                           key_gradient(entry, piece.kv_head + head, piece.first + row * piece.step, dk, dv);
+                           for (const auto& [view, sums] :
+                                {std::pair<const TensorView&, const FloatRow&>{piece.dk, dk}, {piece.dv, dv}}) {
+                             add_scaled<float>(view.template at<float>(entry, row, head), 1.0f,
+                                               reinterpret_cast<const std::byte*>(sums.data()), columns);
+                           }
+                         });
     }
   }
 
@@ -61,7 +70,8 @@ class Backward {
     const std::int64_t blocks = (problem.query_rows + kRowsPerItem - 1) / kRowsPerItem;
     const LoopControl control{a.call.cancel, &a.call.progress, begin, end};
     parallel_for(a.threads, problem.batch * problem.heads * blocks, control, [&](int, std::int64_t item) {
-      const std::int64_t block = item % blocks, head = item / blocks % problem.heads, entry = item / blocks / problem.heads;
+      const std::int64_t block = item % blocks, head = item / blocks % problem.heads,
+                         entry = item / blocks / problem.heads;
       const std::int64_t last = std::min((block + 1) * kRowsPerItem, problem.query_rows);
       PositionCursor cursor(a.ranges, block * kRowsPerItem);
       for (std::int64_t row = block * kRowsPerItem; row < last; ++row) body(entry, head, row, cursor.next());
@@ -84,7 +94,8 @@ class Backward {
     load<Storage>(q.data(), bytes(a.q, entry, row, head), columns);
     load<Storage>(dout.data(), bytes(a.dout, entry, row, head), columns);
     float* const own_deltas = deltas(entry, head, row);
-    if (!a.plan.options().detached_mix) own_deltas[0] = dot<Storage>(dout.data(), bytes(a.out, entry, row, head), columns);
+    if (!a.plan.options().detached_mix)
+      own_deltas[0] = dot<Storage>(dout.data(), bytes(a.out, entry, row, head), columns);
     const float lse = *a.lse.at<float>(entry, row, head);
     const float dlse = a.call.dlse.given() ? *a.call.dlse.at<float>(entry, row, head) : 0.0f;
     RowInBranch found;
@@ -93,17 +104,20 @@ class Backward {
       if (a.plan.options().detached_mix) {
         SoftmaxState own;
         own.add(rows, found, q.data(), entry, head, position);
-        own_deltas[b] = output_scale * own.inverse() * dot<float>(dout.data(), reinterpret_cast<const std::byte*>(own.out.data()), columns);
+        own_deltas[b] = output_scale * own.inverse() *
+                        dot<float>(dout.data(), reinterpret_cast<const std::byte*>(own.out.data()), columns);
       }
       // A row that saw no key passes no gradient on, whatever dout holds.
       if (lse == -std::numeric_limits<float>::infinity()) continue;
-      rows.for_each_key(found, entry, head, 0, found.end, [&](std::int64_t index, const std::byte* key_row, const std::byte* value_row) {
-        const float probability = std::exp(rows.score(q.data(), key_row, head, position, found, index) - lse);
-        const float dweight = output_scale * dot<Storage>(dout.data(), value_row, columns);
-        const float dscore = probability * (rows.factor(found, entry, head, position, index) * dweight -
-                                            own_deltas[per_row_ == 1 ? 0 : b] + dlse);
-        add_scaled<Storage>(dq.data(), rows.scale * dscore, key_row, columns);
-      });
+      rows.for_each_key(
+          found, entry, head, 0, found.end,
+          [&](std::int64_t index, const std::byte* key_row, const std::byte* value_row) {
+            const float probability = std::exp(rows.score(q.data(), key_row, head, position, found, index) - lse);
+            const float dweight = output_scale * dot<Storage>(dout.data(), value_row, columns);
+            const float dscore = probability * (rows.factor(found, entry, head, position, index) * dweight -
+                                                own_deltas[per_row_ == 1 ? 0 : b] + dlse);
+            add_scaled<Storage>(dq.data(), rows.scale * dscore, key_row, columns);
+          });
     }
     store(a.dq.template at<Storage>(entry, row, head), dq.data(), 1.0f, columns);
   }
@@ -130,7 +144,8 @@ class Backward {
           for (std::int64_t i = 0; i < queries.count; ++i) {
             const std::int64_t index = queries.begin + i;
             if (a.plan.options().causal && index < of_key.own_index) continue;
-            add_query(entry, head, queries.q_row + i * of_key.strand.stride, index, key, of_key, key_row, value_row, dk, dv);
+            add_query(entry, head, queries.q_row + i * of_key.strand.stride, index, key, of_key, key_row, value_row, dk,
+                      dv);
           }
         }
       }
@@ -138,11 +153,13 @@ class Backward {
   }
 
   /// Adds what one query, row `index` of the key's strand, contributes to the key's gradients.
-  void add_query(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t index, std::int64_t key, const RowInBranch& of_key,
-                 const FloatRow& key_row, const FloatRow& value_row, FloatRow& dk, FloatRow& dv) {
+  void add_query(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t index, std::int64_t key,
+                 const RowInBranch& of_key, const FloatRow& key_row, const FloatRow& value_row, FloatRow& dk,
+                 FloatRow& dv) {
     if (of_key.branch->mask) {
       const std::int64_t size = of_key.branch->mask->block_size();
-      if (!of_key.branch->mask->active(of_key.branch->mask_head(entry, head), index / size, of_key.own_index / size)) return;
+      if (!of_key.branch->mask->active(of_key.branch->mask_head(entry, head), index / size, of_key.own_index / size))
+        return;
     }
     const float lse = *a.lse.at<float>(entry, row, head);
     if (lse == -std::numeric_limits<float>::infinity()) return;
@@ -172,7 +189,8 @@ class Backward {
 
 std::size_t backward_workspace(const Plan& plan) {
   const Problem& problem = plan.problem();
-  return static_cast<std::size_t>(problem.batch * problem.heads * problem.query_rows * deltas_per_row(plan)) * sizeof(float);
+  return static_cast<std::size_t>(problem.batch * problem.heads * problem.query_rows * deltas_per_row(plan)) *
+         sizeof(float);
 }
 
 void backward(const BackwardArguments& arguments) {

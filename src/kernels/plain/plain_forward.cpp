@@ -18,7 +18,8 @@ void forward_rows(const ForwardArguments& a) {
   const std::int64_t blocks = (problem.query_rows + kRowsPerItem - 1) / kRowsPerItem;
   const LoopControl control{a.call.cancel, &a.call.progress, 0, 1};
   parallel_for(a.threads, problem.batch * problem.heads * blocks, control, [&](int, std::int64_t item) {
-    const std::int64_t block = item % blocks, head = item / blocks % problem.heads, entry = item / blocks / problem.heads;
+    const std::int64_t block = item % blocks, head = item / blocks % problem.heads,
+                       entry = item / blocks / problem.heads;
     const std::int64_t last = std::min((block + 1) * kRowsPerItem, problem.query_rows);
     PositionCursor cursor(a.ranges, block * kRowsPerItem);
     for (std::int64_t row = block * kRowsPerItem; row < last; ++row) {
@@ -50,7 +51,8 @@ namespace {
 
 Verdict can_run(const Plan& plan, Pass) {
   const Problem& problem = plan.problem();
-  if (problem.device.type != DeviceType::cpu) return no("runs on the CPU, tensors are on {}", to_string(problem.device));
+  if (problem.device.type != DeviceType::cpu)
+    return no("runs on the CPU, tensors are on {}", to_string(problem.device));
   if (problem.dtype == DType::f64) return no("sums in float32, tensors are f64");
   return yes();
 }

@@ -30,7 +30,8 @@ void load(float* target, const std::byte* source, std::int64_t columns) {
 
 template <class Storage>
 void store(Storage* target, const float* source, float factor, std::int64_t columns) {
-  for (std::int64_t column = 0; column < columns; ++column) target[column] = from_float<Storage>(factor * source[column]);
+  for (std::int64_t column = 0; column < columns; ++column)
+    target[column] = from_float<Storage>(factor * source[column]);
 }
 
 template <class Storage>
@@ -70,7 +71,11 @@ class Rows {
   /// Arguments of forward or backward: both have these.
   template <class Arguments>
   explicit Rows(const Arguments& a)
-      : plan(a.plan), call(a.call), keys(a.k, a.v, call.pieces), columns(plan.problem().head_dim), scale(static_cast<float>(plan.scale())),
+      : plan(a.plan),
+        call(a.call),
+        keys(a.k, a.v, call.pieces),
+        columns(plan.problem().head_dim),
+        scale(static_cast<float>(plan.scale())),
         keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
         dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed) {}
 
@@ -94,7 +99,8 @@ class Rows {
   bool attends(const RowInBranch& row, std::int64_t entry, std::int64_t head, std::int64_t key_index) const {
     if (row.branch->mask) {
       const std::int64_t size = row.branch->mask->block_size();
-      if (!row.branch->mask->active(row.branch->mask_head(entry, head), row.own_index / size, key_index / size)) return false;
+      if (!row.branch->mask->active(row.branch->mask_head(entry, head), row.own_index / size, key_index / size))
+        return false;
     }
     return key_allowed(call.key_mask, entry, row.strand.start + key_index * row.strand.stride);
   }
@@ -105,7 +111,8 @@ class Rows {
   }
 
   /// 1 without dropout, else 0 or 1 / (1 - p).
-  float factor(const RowInBranch& row, std::int64_t entry, std::int64_t head, std::int64_t position, std::int64_t key_index) const {
+  float factor(const RowInBranch& row, std::int64_t entry, std::int64_t head, std::int64_t position,
+               std::int64_t key_index) const {
     if (plan.options().dropout == 0) return 1;
     const std::int64_t branch_head = row.branch_index * plan.problem().heads + head;
     return dropout.keeps(position, key_index, branch_head, entry) ? keep_factor : 0.0f;
@@ -113,7 +120,8 @@ class Rows {
 
   /// Calls body(key_index, key_row, value_row) for each key of rows [begin, end) that the query attends to.
   template <class Body>
-  void for_each_key(const RowInBranch& row, std::int64_t entry, std::int64_t head, std::int64_t begin, std::int64_t end, Body&& body) const {
+  void for_each_key(const RowInBranch& row, std::int64_t entry, std::int64_t head, std::int64_t begin, std::int64_t end,
+                    Body&& body) const {
     keys.for_each_run(entry, kv_head(head), row.strand, begin, end, [&](std::int64_t first, const RowRun& run) {
       for (std::int64_t i = 0; i < run.count; ++i) {
         if (attends(row, entry, head, first + i)) body(first + i, run.k + i * run.k_stride, run.v + i * run.v_stride);
@@ -121,9 +129,10 @@ class Rows {
     });
   }
 
-  float score(const float* q, const std::byte* key_row, std::int64_t head, std::int64_t position, const RowInBranch& row,
-              std::int64_t key_index) const {
-    return scale * dot<Storage>(q, key_row, columns) - bias(head, position, row.strand.start + key_index * row.strand.stride);
+  float score(const float* q, const std::byte* key_row, std::int64_t head, std::int64_t position,
+              const RowInBranch& row, std::int64_t key_index) const {
+    return scale * dot<Storage>(q, key_row, columns) -
+           bias(head, position, row.strand.start + key_index * row.strand.stride);
   }
 
   const Plan& plan;
@@ -143,7 +152,8 @@ struct SoftmaxState {
 
   /// Adds all keys (and padding) of one branch.
   template <class Storage>
-  void add(const Rows<Storage>& rows, const RowInBranch& row, const float* q, std::int64_t entry, std::int64_t head, std::int64_t position) {
+  void add(const Rows<Storage>& rows, const RowInBranch& row, const float* q, std::int64_t entry, std::int64_t head,
+           std::int64_t position) {
     for (std::int64_t tile = 0; tile < row.end; tile += kKeyTile) {
       std::array<float, kKeyTile> scores;
       std::array<const std::byte*, kKeyTile> values;
@@ -162,7 +172,8 @@ struct SoftmaxState {
       for (std::size_t i = 0; i < count; ++i) {
         const float weight = std::exp(scores[i] - base());
         sum += weight;
-        add_scaled<Storage>(out.data(), weight * rows.factor(row, entry, head, position, indices[i]), values[i], rows.columns);
+        add_scaled<Storage>(out.data(), weight * rows.factor(row, entry, head, position, indices[i]), values[i],
+                            rows.columns);
       }
     }
     if (row.padding > 0) {

@@ -18,14 +18,16 @@ namespace longspan::reference {
 class Row {
  public:
   Row(const ConstTensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head)
-      : Row(static_cast<const std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), view.dtype, view.columns()) {}
+      : Row(static_cast<const std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), view.dtype,
+            view.columns()) {}
   Row(const void* data, DType dtype, std::int64_t columns) {
     if (dtype == DType::f64) {
       values_ = static_cast<const double*>(data);
       return;
     }
     dispatch_storage(dtype, [&]<class Storage>() {
-      for (std::int64_t column = 0; column < columns; ++column) converted_[column] = to_float(static_cast<const Storage*>(data)[column]);
+      for (std::int64_t column = 0; column < columns; ++column)
+        converted_[column] = to_float(static_cast<const Storage*>(data)[column]);
     });
     values_ = converted_;
   }
@@ -45,7 +47,8 @@ inline double dot(const Row& a, const Row& b, std::int64_t columns) {
 }
 
 /// Writes one value in the tensor's own dtype.
-inline void store(const TensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head, std::int64_t column, double value) {
+inline void store(const TensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head, std::int64_t column,
+                  double value) {
   dispatch_storage(view.dtype, [&]<class Storage>() {
     Storage* const target = view.at<Storage>(entry, row, head) + column;
     if constexpr (std::is_same_v<Storage, double>) *target = value;
@@ -66,7 +69,13 @@ class Definition {
   /// Arguments of forward or backward: both have these.
   template <class Arguments>
   explicit Definition(const Arguments& a)
-      : plan(a.plan), call(a.call), ranges(a.ranges), q(a.q), k(a.k), v(a.v), keys(k, v, call.pieces),
+      : plan(a.plan),
+        call(a.call),
+        ranges(a.ranges),
+        q(a.q),
+        k(a.k),
+        v(a.v),
+        keys(k, v, call.pieces),
         dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed) {}
 
   std::int64_t heads() const { return plan.problem().heads; }
@@ -100,7 +109,8 @@ class Definition {
 
   /// Positions of the strand that `position` belongs to in a branch, in order: body(index, position).
   template <class Body>
-  void for_each_strand_row(const BranchPlan& branch, std::int64_t entry, std::int64_t head, std::int64_t position, Body&& body) const {
+  void for_each_strand_row(const BranchPlan& branch, std::int64_t entry, std::int64_t head, std::int64_t position,
+                           Body&& body) const {
     const std::int64_t begin = position / branch.segment * branch.segment;
     std::int64_t index = 0;
     for (std::int64_t other = begin + branch.phase(head); other < length(entry) && other - begin < branch.segment;
@@ -110,10 +120,12 @@ class Definition {
   }
 
   /// Whether the query (row `query_index` of its strand) attends to the key (row `key_index`), both positions given.
-  bool attends(const BranchPlan& branch, std::int64_t entry, std::int64_t head, std::int64_t query_index, std::int64_t query,
-               std::int64_t key_index, std::int64_t key) const {
+  bool attends(const BranchPlan& branch, std::int64_t entry, std::int64_t head, std::int64_t query_index,
+               std::int64_t query, std::int64_t key_index, std::int64_t key) const {
     if (plan.options().causal && key > query) return false;
-    if (branch.mask && !branch.mask->active(branch.mask_head(entry, head), query_index / branch.mask->block_size(), key_index / branch.mask->block_size())) return false;
+    if (branch.mask && !branch.mask->active(branch.mask_head(entry, head), query_index / branch.mask->block_size(),
+                                            key_index / branch.mask->block_size()))
+      return false;
     return key_allowed(call.key_mask, entry, key);
   }
 
@@ -124,7 +136,8 @@ class Definition {
     if (!takes_part(branch, entry, head, position)) return;
     const std::int64_t own_index = position % branch.segment / branch.dilation;
     for_each_strand_row(branch, entry, head, position, [&](std::int64_t index, std::int64_t key) {
-      if (attends(branch, entry, head, own_index, position, index, key)) body(Pair{static_cast<std::int64_t>(b), index, key});
+      if (attends(branch, entry, head, own_index, position, index, key))
+        body(Pair{static_cast<std::int64_t>(b), index, key});
     });
   }
 
@@ -138,13 +151,19 @@ class Definition {
     return static_cast<double>((longest + branch.dilation - 1) / branch.dilation - count);
   }
 
-  Row key_row(std::int64_t entry, std::int64_t head, std::int64_t position) const { return Row(run(entry, head, position).k, k.dtype, head_dim()); }
-  Row value_row(std::int64_t entry, std::int64_t head, std::int64_t position) const { return Row(run(entry, head, position).v, v.dtype, head_dim()); }
+  Row key_row(std::int64_t entry, std::int64_t head, std::int64_t position) const {
+    return Row(run(entry, head, position).k, k.dtype, head_dim());
+  }
+  Row value_row(std::int64_t entry, std::int64_t head, std::int64_t position) const {
+    return Row(run(entry, head, position).v, v.dtype, head_dim());
+  }
 
-  double score(std::int64_t entry, std::int64_t head, std::int64_t q_row, std::int64_t position, std::int64_t key) const {
+  double score(std::int64_t entry, std::int64_t head, std::int64_t q_row, std::int64_t position,
+               std::int64_t key) const {
     double value = plan.scale() * dot(Row(q, entry, q_row, head), key_row(entry, head, key), head_dim());
     if (call.alibi_slopes.given()) {
-      value -= static_cast<double>(*call.alibi_slopes.at<float>(0, 0, head)) * static_cast<double>(std::abs(position - key));
+      value -=
+          static_cast<double>(*call.alibi_slopes.at<float>(0, 0, head)) * static_cast<double>(std::abs(position - key));
     }
     return value;
   }

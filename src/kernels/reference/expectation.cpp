@@ -43,8 +43,7 @@ class Largest {
  public:
   void raise(double value) {
     double seen = value_.load(std::memory_order_relaxed);
-    while (value > seen && !value_.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
-    }
+    while (value > seen && !value_.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {}
   }
   double get() const { return value_.load(); }
 
@@ -57,14 +56,20 @@ enum class Scope { forward, queries, keys, everything };
 class Expecter {
  public:
   Expecter(const BackwardArguments& arguments, Scope chosen, std::span<const std::int64_t> chosen_keys = {})
-      : a(arguments), scope(chosen), positions(chosen_keys), definition(arguments), problem(a.plan.problem()),
-        columns(problem.head_dim), output_scale(a.plan.output_scale()),
+      : a(arguments),
+        scope(chosen),
+        positions(chosen_keys),
+        definition(arguments),
+        problem(a.plan.problem()),
+        columns(problem.head_dim),
+        output_scale(a.plan.output_scale()),
         model(problem.dtype == DType::bf16 || problem.dtype == DType::f16) {
     resize(result.lse, problem.query_rows, problem.heads, 1);
     deltas_per_row = a.plan.options().detached_mix ? a.plan.branches().size() : 1;
     if (scope != Scope::forward) deltas.resize(result.lse.value.size() * deltas_per_row);
     if (scope != Scope::keys) resize(result.out, problem.query_rows, problem.heads, columns);
-    if (scope == Scope::queries || scope == Scope::everything) resize(result.dq, problem.query_rows, problem.heads, columns);
+    if (scope == Scope::queries || scope == Scope::everything)
+      resize(result.dq, problem.query_rows, problem.heads, columns);
     if (scope == Scope::keys || scope == Scope::everything) {
       resize(result.dk, key_count(), problem.kv_heads, columns);
       resize(result.dv, key_count(), problem.kv_heads, columns);
@@ -72,20 +77,23 @@ class Expecter {
   }
 
   Expectation run() {
-    definition.for_each_query(a.threads, 0, 0.3, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
-      if (scope == Scope::keys) given_row(entry, head, row, position);
-      else forward_row(entry, head, row, position);
-    });
+    definition.for_each_query(a.threads, 0, 0.3,
+                              [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
+                                if (scope == Scope::keys) given_row(entry, head, row, position);
+                                else forward_row(entry, head, row, position);
+                              });
     if (!result.dq.value.empty()) {
-      definition.for_each_query(a.threads, 0.3, 0.6, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
-        query_row(entry, head, row, position);
-      });
+      definition.for_each_query(a.threads, 0.3, 0.6,
+                                [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
+                                  query_row(entry, head, row, position);
+                                });
     }
     if (!result.dk.value.empty()) {
       const std::int64_t count = key_count();
-      parallel_for(a.threads, problem.batch * problem.kv_heads * count, LoopControl{a.call.cancel}, [&](int, std::int64_t item) {
-        key_row(item / count / problem.kv_heads, item / count % problem.kv_heads, item % count);
-      });
+      parallel_for(a.threads, problem.batch * problem.kv_heads * count, LoopControl{a.call.cancel},
+                   [&](int, std::int64_t item) {
+                     key_row(item / count / problem.kv_heads, item / count % problem.kv_heads, item % count);
+                   });
     }
     set_tolerances();
     return std::move(result);
@@ -103,14 +111,17 @@ class Expecter {
     if (model) tensor.rounded.assign(size, 0);
   }
 
-  std::int64_t key_count() const { return scope == Scope::keys ? static_cast<std::int64_t>(positions.size()) : problem.tokens; }
+  std::int64_t key_count() const {
+    return scope == Scope::keys ? static_cast<std::int64_t>(positions.size()) : problem.tokens;
+  }
 
   std::size_t query_index(std::int64_t entry, std::int64_t row, std::int64_t head) const {
     return static_cast<std::size_t>((entry * problem.query_rows + row) * problem.heads + head);
   }
 
   /// Remembers the largest sum of absolute products behind a score.
-  void note_score(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position, std::int64_t key_position) {
+  void note_score(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position,
+                  std::int64_t key_position) {
     double products = 0, squares = 0;
     const Row q(a.q, entry, row, head), key = definition.key_row(entry, head, key_position);
     for (std::int64_t column = 0; column < columns; ++column) {
@@ -120,7 +131,8 @@ class Expecter {
     products *= std::abs(a.plan.scale());
     largest_spread.raise(std::sqrt(squares) * std::abs(a.plan.scale()));
     if (a.call.alibi_slopes.given()) {
-      products += std::abs(static_cast<double>(*a.call.alibi_slopes.at<float>(0, 0, head)) * static_cast<double>(position - key_position));
+      products += std::abs(static_cast<double>(*a.call.alibi_slopes.at<float>(0, 0, head)) *
+                           static_cast<double>(position - key_position));
     }
     largest_score.raise(products);
   }
@@ -146,7 +158,8 @@ class Expecter {
         const Row value = definition.value_row(entry, head, pair.key);
         const double weight = std::exp(definition.score(entry, head, row, position, pair.key) - exact.lse);
         const double kept = weight * definition.dropout_factor(entry, head, position, pair) * output_scale;
-        const double kept_model = round_to(problem.dtype, weight) * definition.dropout_factor(entry, head, position, pair) * output_scale;
+        const double kept_model =
+            round_to(problem.dtype, weight) * definition.dropout_factor(entry, head, position, pair) * output_scale;
         for (std::int64_t column = 0; column < columns; ++column) {
           const std::size_t element = index * static_cast<std::size_t>(columns) + static_cast<std::size_t>(column);
           result.out.value[element] += kept * value[column];
@@ -156,7 +169,8 @@ class Expecter {
       });
     }
     most_terms.raise(static_cast<double>(keys));
-    for (std::size_t element = index * static_cast<std::size_t>(columns); model && element < (index + 1) * static_cast<std::size_t>(columns); ++element) {
+    for (std::size_t element = index * static_cast<std::size_t>(columns);
+         model && element < (index + 1) * static_cast<std::size_t>(columns); ++element) {
       result.out.rounded[element] = round_to(problem.dtype, result.out.rounded[element]);
     }
     if (!deltas.empty()) row_deltas(entry, head, row, position, index);
@@ -170,7 +184,7 @@ class Expecter {
       Delta& delta = deltas[index * deltas_per_row + b];
       for (std::int64_t column = 0; column < columns; ++column) {
         const std::size_t element = index * static_cast<std::size_t>(columns) + static_cast<std::size_t>(column);
-        const double exact = !own.empty()               ? output_scale * own[static_cast<std::size_t>(column)]
+        const double exact = !own.empty()           ? output_scale * own[static_cast<std::size_t>(column)]
                              : scope == Scope::keys ? returned[column]
                                                     : result.out.value[element];
         delta.value += dout[column] * exact;
@@ -194,10 +208,13 @@ class Expecter {
       dweight_magnitude += std::abs(output_scale * dout[column] * value[column]);
     }
     const double dlse = a.call.dlse.given() ? Row(a.call.dlse, entry, row, head)[0] : 0;
-    const Delta& delta = deltas[index * deltas_per_row + (deltas_per_row == 1 ? 0 : static_cast<std::size_t>(pair.branch))];
+    const Delta& delta =
+        deltas[index * deltas_per_row + (deltas_per_row == 1 ? 0 : static_cast<std::size_t>(pair.branch))];
     t.dscore = a.plan.scale() * t.probability * (t.factor * dweight - delta.value + dlse);
-    t.dscore_magnitude = std::abs(a.plan.scale()) * t.probability * (t.factor * dweight_magnitude + delta.magnitude + std::abs(dlse));
-    t.dscore_model = round_to(problem.dtype, a.plan.scale() * t.probability * (t.factor * dweight - delta.model + dlse));
+    t.dscore_magnitude =
+        std::abs(a.plan.scale()) * t.probability * (t.factor * dweight_magnitude + delta.magnitude + std::abs(dlse));
+    t.dscore_model =
+        round_to(problem.dtype, a.plan.scale() * t.probability * (t.factor * dweight - delta.model + dlse));
     return t;
   }
 
@@ -230,7 +247,8 @@ class Expecter {
 
   void key_row(std::int64_t entry, std::int64_t kv_head, std::int64_t target) {
     const std::int64_t key = scope == Scope::keys ? positions[static_cast<std::size_t>(target)] : target;
-    const std::size_t first = static_cast<std::size_t>(((entry * key_count() + target) * problem.kv_heads + kv_head) * columns);
+    const std::size_t first =
+        static_cast<std::size_t>(((entry * key_count() + target) * problem.kv_heads + kv_head) * columns);
     const std::int64_t group = problem.heads / problem.kv_heads;
     std::size_t queries = 0;
     for (std::int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
@@ -248,8 +266,8 @@ class Expecter {
               const double weight = t.probability * t.factor * output_scale;
               if (scope == Scope::keys) note_score(entry, head, row, query, key);
               add(result.dk, first, t.dscore, t.dscore_magnitude, t.dscore_model, Row(a.q, entry, row, head));
-              add(result.dv, first, weight, std::abs(weight), round_to(problem.dtype, t.probability * t.factor) * output_scale,
-                  Row(a.dout, entry, row, head));
+              add(result.dv, first, weight, std::abs(weight),
+                  round_to(problem.dtype, t.probability * t.factor) * output_scale, Row(a.dout, entry, row, head));
               ++queries;
             }
             first_row += range.count;
@@ -265,7 +283,8 @@ class Expecter {
   void set_tolerances() {
     const double sums = problem.dtype == DType::f64 ? 0x1p-53 : 0x1p-24;
     const double head_dim = static_cast<double>(columns);
-    const double computed = kLambda * sums * (2.0 / 3 * std::sqrt(head_dim) * largest_score.get() + std::sqrt(most_terms.get() / 3) + 8);
+    const double computed =
+        kLambda * sums * (2.0 / 3 * std::sqrt(head_dim) * largest_score.get() + std::sqrt(most_terms.get() / 3) + 8);
     const double storage = model ? unit_roundoff(problem.dtype) : 0.0;
     result.out.relative = 4 * storage + computed;
     result.lse.relative = storage / 16 + computed;
@@ -274,12 +293,14 @@ class Expecter {
       const double score = kLambda * std::sqrt(2.0 / 3) * kTf32Roundoff * largest_spread.get();
       result.out.relative += score + 4 * kTf32Roundoff;
       result.lse.relative += score;
-      for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv}) gradient->relative += 2 * score + 8 * kTf32Roundoff;
+      for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv})
+        gradient->relative += 2 * score + 8 * kTf32Roundoff;
     }
-    for (ExpectedTensor* tensor : {&result.out, &result.lse, &result.dq, &result.dk, &result.dv}) tensor->relative32 = computed;
-    // Below the smallest normal number a type rounds to multiples of its last bit, and bfloat16 products flush to zero: each
-    // term of a sum may lose that much, times what it is multiplied with (a query or key times scale: at most 1 + A; and
-    // P, before that, times a dP of head_dim products of order 1).
+    for (ExpectedTensor* tensor : {&result.out, &result.lse, &result.dq, &result.dk, &result.dv})
+      tensor->relative32 = computed;
+    // Below the smallest normal number a type rounds to multiples of its last bit, and bfloat16 products flush to zero:
+    // each term of a sum may lose that much, times what it is multiplied with (a query or key times scale: at most 1 +
+    // A; and P, before that, times a dP of head_dim products of order 1).
     const double terms = most_terms.get();
     const double lost = problem.dtype == DType::f64   ? 0.0
                         : problem.dtype == DType::f16 ? 0x1p-24 * (1 + 4 * std::sqrt(terms))
@@ -328,19 +349,21 @@ Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected
         for (std::int64_t column = 0; column < actual.columns(); ++column, ++element) {
           const double want = expected.value[element], got = values[column];
           double error = std::abs(got - want);
-          if (want == got) error = 0;                                      // infinities
-          else if (!(error <= std::numeric_limits<double>::max())) error = std::numeric_limits<double>::infinity();  // NaN
+          if (want == got) error = 0;  // infinities
+          else if (!(error <= std::numeric_limits<double>::max()))
+            error = std::numeric_limits<double>::infinity();  // NaN
           const double allowed = expected.relative * expected.magnitude[element] + expected.absolute;
           const double over = error == 0 ? 0 : error / allowed;
           comparison.largest_error = std::max(comparison.largest_error, error);
           if (!(over <= comparison.over_tolerance)) {
             comparison.over_tolerance = over;
-            comparison.worst = fmt::format("entry {} row {} head {} column {}: {} instead of {}, allowed error {:.3g}", entry, row, head,
-                                           column, got, want, allowed);
+            comparison.worst = fmt::format("entry {} row {} head {} column {}: {} instead of {}, allowed error {:.3g}",
+                                           entry, row, head, column, got, want, allowed);
           }
           squared_error += error * error;
           if (!expected.rounded.empty()) {
-            squared_model += std::pow(expected.rounded[element] - want, 2) + std::pow(expected.relative32 * expected.magnitude[element], 2);
+            squared_model += std::pow(expected.rounded[element] - want, 2) +
+                             std::pow(expected.relative32 * expected.magnitude[element], 2);
           }
         }
       }

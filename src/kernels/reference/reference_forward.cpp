@@ -48,19 +48,22 @@ RowResult attend(const Definition& definition, std::size_t first_branch, std::si
 
 void reference_forward(const ForwardArguments& a) {
   const reference::Definition definition(a);
-  definition.for_each_query(a.threads, 0, 1, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
-    const auto result = reference::attend(definition, 0, a.plan.branches().size(), entry, head, row, position);
-    for (std::int64_t column = 0; column < definition.head_dim(); ++column) {
-      reference::store(a.out, entry, row, head, column, a.plan.output_scale() * result.out[static_cast<std::size_t>(column)]);
-    }
-    if (a.lse.given()) reference::store(a.lse, entry, row, head, 0, result.lse);
-  });
+  definition.for_each_query(
+      a.threads, 0, 1, [&](std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
+        const auto result = reference::attend(definition, 0, a.plan.branches().size(), entry, head, row, position);
+        for (std::int64_t column = 0; column < definition.head_dim(); ++column) {
+          reference::store(a.out, entry, row, head, column,
+                           a.plan.output_scale() * result.out[static_cast<std::size_t>(column)]);
+        }
+        if (a.lse.given()) reference::store(a.lse, entry, row, head, 0, result.lse);
+      });
 }
 
 namespace {
 
 Verdict can_run(const Plan& plan, Pass) {
-  if (plan.problem().device.type != DeviceType::cpu) return no("runs on the CPU, tensors are on {}", to_string(plan.problem().device));
+  if (plan.problem().device.type != DeviceType::cpu)
+    return no("runs on the CPU, tensors are on {}", to_string(plan.problem().device));
   return yes();
 }
 

@@ -106,6 +106,22 @@ TEST_P(CpuEngine, LongCutStrandsMatchTheReference) {
   Case(Pattern::dense(), {}, {1, 1030, 2, 1, 16}, GetParam(), Layout::bnhd, {{700, 330}, {0, 90}}).expect_matches();
 }
 
+// Blocks and tiles of keys begin with the first key that key_mask leaves, and end with the last.
+TEST_P(CpuEngine, StretchesOfMaskedKeys) {
+  const std::vector<std::vector<RowRange>> left = {{},          {{700, 5}},  {{1095, 5}},           {{0, 3}},
+                                                   {{509, 60}}, {{512, 90}}, {{40, 1}, {1000, 100}}};
+  for (const bool causal : {false, true}) {
+    Options options;
+    options.causal = causal;
+    for (const auto& ranges : left) {
+      Case c(Pattern::dilated({1100, 1100}, {1, 2}), options, {1, 1100, 2, 1, 16}, GetParam());
+      c.key_mask.assign(1100, 0);
+      for (const RowRange& range : ranges) std::fill_n(c.key_mask.begin() + range.start, range.count, std::uint8_t{1});
+      c.expect_matches();
+    }
+  }
+}
+
 TEST_P(CpuEngine, EveryHeadDimension) {
   for (const std::int64_t head_dim : {1, 2, 7, 8, 15, 16, 17, 31, 33, 40, 63, 65, 96, 127, 200, 255, 256}) {
     Case(Pattern::dilated({32, 64}, {1, 2}), {}, {1, 70, 2, 2, head_dim}, GetParam()).expect_matches();

@@ -291,12 +291,15 @@ class BackwardRun {
     const std::int64_t end = std::min(keys(), shared_.causal ? last + 1 - task_.key_begin : task_.strand.count);
     bool loaded = false;
     for (std::int64_t key = 0;;) {
-      const std::int64_t from = std::max(key, (blocks_.next_key(head, row, task_.key_begin + key) - task_.key_begin) /
-                                                  Scheme::kRunMultiple * Scheme::kRunMultiple);
-      if (from >= end) break;
-      const std::int64_t length = blocks_.run_length(head, row, task_.key_begin + from,
-                                                     std::min(kKeyTile, keys() - from), Scheme::kRunMultiple);
+      std::int64_t from = blocks_.next_key(head, row, task_.key_begin + key);
+      if (!blocks_.masked()) from = policy_.first_open(from, task_.key_begin + end);  // as in the forward
+      if (from >= task_.key_begin + end) break;
+      from = std::max(key, (from - task_.key_begin) / Scheme::kRunMultiple * Scheme::kRunMultiple);
+      std::int64_t length = blocks_.run_length(head, row, task_.key_begin + from, std::min(kKeyTile, keys() - from),
+                                               Scheme::kRunMultiple);
       key = from + length;
+      if (!blocks_.masked())
+        length = policy_.open_end(task_.key_begin + from, task_.key_begin + key) - task_.key_begin - from;
       if (!loaded) load_queries(tile, count);
       loaded = true;
       key_tile(tile, count, from, length);

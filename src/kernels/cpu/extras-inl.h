@@ -90,6 +90,8 @@ struct NoExtras {
   static constexpr bool kActive = false;
   NoExtras(const CallShared&, const StrandTask&) {}
   void begin_keys(std::int64_t, std::int64_t, float*) {}
+  static std::int64_t first_open(std::int64_t begin, std::int64_t) { return begin; }
+  static std::int64_t open_end(std::int64_t, std::int64_t end) { return end; }
   void fill(std::int64_t, std::int64_t, std::int64_t, std::int64_t, float*, float*) const {}
 };
 
@@ -108,6 +110,16 @@ class Extras {
       const std::int64_t position = task_.strand.start + (begin + i) * task_.strand.stride;
       excluded[i] = key_allowed(shared_.call.key_mask, task_.entry, position) ? 0.0f : kMasked;
     }
+  }
+
+  /// The first of the noted rows [begin, end) that key_mask leaves, or end; and what is behind the last.
+  std::int64_t first_open(std::int64_t begin, std::int64_t end) const {
+    while (begin < end && is_excluded(begin)) ++begin;
+    return begin;
+  }
+  std::int64_t open_end(std::int64_t begin, std::int64_t end) const {
+    while (begin < end && is_excluded(end - 1)) --end;
+    return end;
   }
 
   /// bias and keep of the pairs (strand row `row` of `head`, keys key .. key + count). key is a multiple of 16.
@@ -130,6 +142,9 @@ class Extras {
   }
 
  private:
+  bool is_excluded(std::int64_t key) const {
+    return shared_.call.key_mask.given() && excluded_[key - excluded_begin_] != 0.0f;
+  }
   void fill_keep(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, float* keep) const {
     std::uint32_t* const words = reinterpret_cast<std::uint32_t*>(keep);
     if (shared_.plan.options().dropout == 0) {

@@ -137,10 +137,11 @@ class ForwardRun {
     const std::int64_t key_end = shared_.causal ? std::min(last, task_.strand.count) : task_.strand.count;
     for (std::int64_t first = 0; (first = next_window(first)) < key_end; first += window_) {
       const std::int64_t keys = std::min(window_, key_end - first);
+      policy_.begin_keys(first, keys, m_.excluded);
+      if (policy_.first_open(first, first + keys) == first + keys) continue;
       point_to_rows(shared_, task_, first, keys, window_, m_.k_rows, m_.v_rows);
       scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, keys, m_.scratch);
       scheme_.pack_values(m_.values, m_.v_rows, round_up(keys, Scheme::kKeyMultiple));
-      policy_.begin_keys(first, keys, m_.excluded);
       for_each_span([&](const Span& span) {
         for (std::int64_t from = 0; from < keys;) {
           KeyRun runs[kMostRuns];
@@ -195,15 +196,17 @@ class ForwardRun {
     const std::int64_t head = rows_.head(span.row), row = rows_.index(span.row);
     int count = 0;
     for (std::int64_t room = Scheme::kKeyBlock; room > 0 && count < kMostRuns;) {
-      const std::int64_t begin = std::max(
-          from, (blocks_.next_key(head, row, first + from) - first) / Scheme::kRunMultiple * Scheme::kRunMultiple);
+      std::int64_t begin = blocks_.next_key(head, row, first + from) - first;
       if (begin >= keys) {
         from = keys;
         break;
       }
-      const KeyRun run{begin, begin + blocks_.run_length(head, row, first + begin, std::min(room, keys - begin),
-                                                         Scheme::kRunMultiple)};
-      from = run.end;
+      // Without a mask of blocks, keys that key_mask leaves out before the first open one and after the last cost
+      // nothing.
+      if (!blocks_.masked()) begin = policy_.first_open(first + begin, first + keys) - first;
+      begin = std::max(from, begin / Scheme::kRunMultiple * Scheme::kRunMultiple);
+      from = begin + blocks_.run_length(head, row, first + begin, std::min(room, keys - begin), Scheme::kRunMultiple);
+      const KeyRun run{begin, blocks_.masked() ? from : policy_.open_end(first + begin, first + from) - first};
       room -= round_up(run.end - run.begin, Scheme::kRunMultiple);
       runs[count++] = run;
     }
@@ -244,7 +247,7 @@ class ForwardRun {
   }
 
   /// Whether the first block of keys, of which every row sees some, writes the sums instead of adding to zeros.
-  bool starts_fresh() const { return Scheme::kStartsFresh && !blocks_.masked(); }
+  bool starts_fresh() const { return Scheme::kStartsFresh && !blocks_.masked() && !shared_.call.key_mask.given(); }
 
   /// Some rows of a span against one block of keys, of which they see `seen`.
   HWY_NOINLINE void attend(const Span& span, std::int64_t at, std::int64_t valid, std::int64_t block, std::int64_t keys,

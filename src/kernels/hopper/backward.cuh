@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) backward(const __grid_constant
     for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {
       barrier_init(memory.query_full(stage), kWarpThreads);  // by lanes of the warp that loads
       barrier_init(memory.dout_full(stage), kWarpThreads);
-      barrier_init(memory.tile_free(stage), 8 * kArrivals);  // by warps of the consumers
+      barrier_init(memory.tile_free(stage), 8 * kWarpThreads);  // by all lanes: racecheck reports one for its warp
     }
     for (std::uint32_t stage = 0; stage < S::kKeyStages; ++stage) {
       barrier_init(memory.key_full(stage), kWarpThreads);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) backward(const __grid_constant
       barrier_init(memory.task_free(slot), 2 * kGroupThreads);
     }
     for (std::uint32_t of = 0; of < 2; ++of) {
-      barrier_init(memory.sum_full(of), 4 * kArrivals);  // by warps of a group
+      barrier_init(memory.sum_full(of), 4 * kWarpThreads);  // by every lane of a group
       barrier_init(memory.sum_free(of), 1);
     }
     barrier_init(memory.ragged(), 1);

@@ -174,7 +174,7 @@ struct BackwardConsumer {
     if constexpr (S::kShared) return;
     fence_shared();
     __syncwarp();
-    if (lane < kArrivals) arrive(memory.sum_full(group));
+    arrive(memory.sum_full(group));
   }
 
   /// A part of dQ of a tile, straight to memory: with heads over 128 shared memory has no room for it.
@@ -388,7 +388,7 @@ struct BackwardConsumer {
       pin(dqueries);
       pin(dkeys);
       pin(dvalues);
-      if (lane < kArrivals) arrive(memory.tile_free(used));
+      arrive(memory.tile_free(used));
       arrive_threads(kRead + (group ^ 1), kBoth);
       if constexpr (S::kShared) add_queries(task, tile - 1, S::kSumTiles - 1);
       else stage();

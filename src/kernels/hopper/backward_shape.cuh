@@ -6,10 +6,6 @@
 
 namespace longspan::hopper {
 
-/// Lanes that arrive for their warp at barriers of the loop. compute-sanitizer's racecheck reports hazards for the
-/// others unless it is all of them, which costs 1%: to look for races, set it to kWarpThreads.
-inline constexpr int kArrivals = 1;
-
 /// kLists: queries are those that lists of a block mask name (backward_lists.cuh).
 template <class T, int kColumnsValue, bool kListsValue = false>
 struct BackwardShape {

@@ -202,7 +202,7 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kColumns / 2; ++j) out[j] *= correction[j / 2 % 2];
   }
-  /// scores become weights, exp2(score - maximum), which are summed in float32.
+  /// scores become weights, exp2(score - maximum), which are summed in float32 and packed for P V.
   __device__ __forceinline__ void exponentiate(float factor) {
     const float shift[2] = {-finite(largest[0]), -finite(largest[1])};
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -213,9 +213,6 @@ struct Consumer {
     }
     sum[0] += part[0] + part[1];
     sum[1] += part[2] + part[3];
-  }
-  /// Weights as P V takes them; only when the last P V has read those before.
-  __device__ __forceinline__ void pack_weights() {
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
   }
@@ -258,7 +255,6 @@ struct Consumer {
     float correction[2];
     raise(factor, correction);
     exponentiate(factor);
-    pack_weights();
   }
   /// Lists: hands on the next tile of keys if this group does not see it. The values of the last tile are still held,
   /// so the stages left limit how many may be passed in a row; more are computed, masked.
@@ -293,20 +289,13 @@ struct Consumer {
     else if (tile >= unmasked) mask(tile * kKeys, keys);
     float correction[2];
     const bool raised = raise(factor, correction);
-    if constexpr (S::kWeighsEarly) {
-      exponentiate(factor);
-      pin(scores);
-      if (__any_sync(~0u, sum[0] + sum[1] < 0.0f)) __nanosleep(20);  // never: else the assembler would wait first
-    }
     products_wait<0>();
     pin(out);
-    if constexpr (S::kWeighsEarly) pin(scores);
     if (raised) rescale(correction);
     release_value(v.stage);
     v.advance();
     if constexpr (S::kPasses) pass_values();
-    if constexpr (!S::kWeighsEarly) exponentiate(factor);
-    pack_weights();
+    exponentiate(factor);
     if constexpr (S::kLists) clear_values_after_end(note);
   }
 

@@ -26,8 +26,6 @@ struct Shape {
   static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
   static constexpr int kStreams = kStreamsValue, kAllGroups = kGroups * kStreams;
   static constexpr bool kLists = kListsValue, kPasses = kPassesValue;
-  // Exponentials beside the group's own P V: two groups alone do not hide them under each other's products.
-  static constexpr bool kWeighsEarly = kLists && kAllGroups == 2;
   static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kAllGroups + 1);
   static constexpr int kQuerySlots = kGroups == 4 && !kMerges ? 3 : 2;  // short strands need Q early
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;

@@ -142,6 +142,7 @@ step_ring() {
   for dtype in bf16 f16 f32; do
     run "ring_verify.$dtype" 60 "${ring[@]}" --ranks 3 --dtype $dtype --backward &
   done
+  run ring_verify.rounds 60 "${ring[@]}" --ranks 3 --dtype bf16 --backward --halo-limit 1M &
   run ring_verify.4 60 "${ring[@]}" --ranks 4 --tokens 131072 "${far[@]}" &
   run ring_verify.3 60 "${ring[@]}" --ranks 3 --tokens 100003 "${far[@]}" &
   wait

@@ -1,9 +1,11 @@
 // Everything the definition calls bad input is refused before any work, with an error that names the argument.
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
 
 #include "attention/check.h"
+#include "attention/run.h"
 #include "longspan/error.h"
 #include "support/case.h"
 
@@ -253,6 +255,65 @@ TEST(BadInput, PiecesMustHoldEveryAttendedRow) {
   EXPECT_THROW(c.run(), InvalidArgument);
   c.pieces = {{0, 0, k, v}};
   EXPECT_THROW(c.run(), InvalidArgument);
+}
+
+TEST(BadInput, OnlyTheLibraryMayLeaveKeysOut) {
+  // The last key is in no piece.
+  Inputs i;
+  i.pattern = Pattern::dense();
+  Tensor dk(DType::f32, 2, 15, 2, 8), dv(DType::f32, 2, 15, 2, 8);
+  const auto outcome = [&](Device device, bool backward, auto&& call) -> std::string {
+    const auto on = [&](auto view) {
+      view.device = device;
+      return view;
+    };
+    ConstTensorView k = on(i.k), v = on(i.v);
+    k.sizes[1] = v.sizes[1] = 15;
+    KeyPiece piece{0, 1, k, v};
+    if (backward) piece.dk = on(dk.view()), piece.dv = on(dv.view());
+    i.call.pieces = {&piece, 1};
+    try {
+      call(on);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto forward = [&](KeysGiven given) {
+    return [&, given](auto&& on) {
+      run_forward(Attention(i.pattern), on(i.q), on(i.k), on(i.v), on(i.out), on(i.lse), i.call, given);
+    };
+  };
+  const auto backward = [&](KeysGiven given) {
+    return [&, given](auto&& on) {
+      run_backward(Attention(i.pattern), on(i.q), on(i.k), on(i.v), on(i.out), on(i.lse), on(i.dout), on(i.dq), {}, {},
+                   i.call, given);
+    };
+  };
+  const auto users = [&](auto&& on) {
+    Attention(i.pattern).forward(on(i.q), on(i.k), on(i.v), on(i.out), on(i.lse), i.call);
+  };
+  const Device gpu{DeviceType::cuda, 0};
+  const std::string refusal = "no piece holds position 15";
+  for (const Device device : {Device{}, gpu}) {
+    EXPECT_NE(outcome(device, false, users).find(refusal), std::string::npos);
+    EXPECT_NE(outcome(device, false, forward(KeysGiven::all)).find(refusal), std::string::npos);
+    EXPECT_NE(outcome(device, true, backward(KeysGiven::all)).find(refusal), std::string::npos);
+  }
+  // GPU kernels are asked next: there is none here, or it finds this memory to be the host's.
+  EXPECT_NE(outcome(gpu, false, forward(KeysGiven::some)), "");
+  EXPECT_EQ(outcome(gpu, false, forward(KeysGiven::some)).find(refusal), std::string::npos);
+  EXPECT_EQ(outcome(gpu, true, backward(KeysGiven::some)).find(refusal), std::string::npos);
+  // The CPU's leave out what a mask says.
+  EXPECT_NE(outcome({}, false, forward(KeysGiven::some)).find(refusal), std::string::npos);
+  EXPECT_NE(outcome({}, true, backward(KeysGiven::some)).find(refusal), std::string::npos);
+  std::uint8_t mask[16];
+  std::fill_n(mask, 15, 1);
+  mask[15] = 0;
+  i.call.key_mask = ConstTensorView::mask(mask, 2, 16);
+  i.call.key_mask.strides[0] = 0;
+  EXPECT_EQ(outcome({}, false, forward(KeysGiven::some)), "");
+  EXPECT_EQ(outcome({}, true, backward(KeysGiven::some)), "");
 }
 
 TEST(BadInput, SlicesOfOneFusedTensorAreFine) {

@@ -50,10 +50,23 @@ def test_gloo_ranks_share_a_gpu(tmp_path):
     run_group("cuda", 2, tmp_path)
 
 
-def test_rounds_are_refused_by_name():
-    q = torch.randn(1, 100, 3, 64, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(longspan.Unsupported, match="halo_limit_bytes"):
-        RingDilatedAttention([100], [1], ring_size=2, halo_limit_bytes=64)(q, q, q)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounds(dtype):
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 250, 6, 64, device="cuda", dtype=dtype) for _ in range(3)]
+    grad = torch.randn(2, 250, 6, 64, device="cuda", dtype=dtype)
+    mask = torch.rand(2, 250, device="cuda") < 0.8
+    ring = RingDilatedAttention(SEGMENTS, RATES, ring_size=3, halo_limit_bytes=20000)
+    pattern = longspan.Pattern.parse(ring.attention.pattern)
+    one, own = ([x.clone().requires_grad_() for x in whole] for _ in range(2))
+    want = longspan.attention(*one, pattern, causal=True, key_mask=mask, kernel="cuda-mma")
+    out = ring(*own, is_causal=True, attention_mask=mask)
+    want.backward(grad)
+    out.backward(grad)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2**-6, "atol": 2**-7}
+    for mine, theirs in zip([out, *(x.grad for x in own)], [want, *(x.grad for x in one)]):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    assert ring.monitor.last_forward.rounds > 1
 
 
 def test_block_masks_over_ranks():

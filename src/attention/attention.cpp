@@ -7,6 +7,7 @@
 
 #include "attention/call_masks.h"
 #include "attention/check.h"
+#include "attention/run.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/kernel.h"
 #include "longspan/error.h"
@@ -80,6 +81,10 @@ const Kernel& kernel_of(const Plan& plan, Pass pass) {
   return *kernel;
 }
 
+bool must_have_all_keys(const Problem& problem, KeysGiven given) {
+  return problem.has_pieces && (given == KeysGiven::all || problem.device.type == DeviceType::cpu);
+}
+
 /// Zeroes every element of a strided tensor.
 void fill_zero(const TensorView& view, const Call& call) {
   if (view.device.type == DeviceType::cuda) return cuda::fill_zero(view, call.stream);
@@ -118,13 +123,14 @@ std::shared_ptr<const Plan> Attention::plan(const Problem& problem) const {
   return PlanCache::instance().get(specification_, problem, &PlanCompiler::compile);
 }
 
-void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                        const TensorView& out, const TensorView& lse, const Call& call) const {
-  const Problem problem = check_forward(options(), q, k, v, out, lse, call);
-  const auto plan = this->plan(problem);
+void run_forward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
+                 const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call,
+                 KeysGiven given) {
+  const Problem problem = check_forward(attention.options(), q, k, v, out, lse, call);
+  const auto plan = attention.plan(problem);
   const RowRange whole{0, problem.tokens};
   const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
-  if (!call.pieces.empty()) check_pieces(*plan, k, v, call, ranges);
+  if (must_have_all_keys(problem, given)) check_pieces(*plan, k, v, call, ranges);
   const Kernel& kernel = kernel_of(*plan, Pass::forward);
   if (problem.batch == 0 || problem.query_rows == 0) return;
   const int threads = num_threads();
@@ -133,14 +139,15 @@ void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, cons
   kernel.forward({*own, call, ranges, q, k, v, out, lse, threads, workspace.data()});
 }
 
-void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                         const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
-                         const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call) const {
-  const Problem problem = check_backward(options(), q, k, v, out, lse, dout, dq, dk, dv, call);
-  const auto plan = this->plan(problem);
+void run_backward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
+                  const ConstTensorView& v, const ConstTensorView& out, const ConstTensorView& lse,
+                  const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                  const Call& call, KeysGiven given) {
+  const Problem problem = check_backward(attention.options(), q, k, v, out, lse, dout, dq, dk, dv, call);
+  const auto plan = attention.plan(problem);
   const RowRange whole{0, problem.tokens};
   const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
-  if (!call.pieces.empty()) check_pieces(*plan, k, v, call, ranges);
+  if (must_have_all_keys(problem, given)) check_pieces(*plan, k, v, call, ranges);
   const Kernel& kernel = kernel_of(*plan, Pass::backward);
   if (problem.batch == 0 || problem.tokens == 0) return;
   if (problem.query_rows == 0) {
@@ -153,6 +160,17 @@ void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, con
   const CallPlan own(*plan, q, k, call, ranges, threads);
   const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::backward, threads));
   kernel.backward({*own, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads, workspace.data()});
+}
+
+void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                        const TensorView& out, const TensorView& lse, const Call& call) const {
+  run_forward(*this, q, k, v, out, lse, call, KeysGiven::all);
+}
+
+void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                         const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
+                         const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call) const {
+  run_backward(*this, q, k, v, out, lse, dout, dq, dk, dv, call, KeysGiven::all);
 }
 
 }  // namespace longspan

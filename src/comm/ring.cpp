@@ -109,13 +109,6 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
   } else {
     made->exchange = of_rank(rank);
   }
-  // The schedule of rounds knows GPUs, but calls over some of the keys are refused there as lacking the others.
-  if (whole.device.type == DeviceType::cuda && made->in_rounds[1]) {
-    throw Unsupported(
-        fmt::format("halo_limit_bytes is {} on {}: rounds, which it asks for, run on the CPU; raise it or "
-                    "give 0",
-                    options.halo_limit_bytes, to_string(whole.device)));
-  }
   if (plans.size() == kPlansKept) plans.erase(plans.begin());
   plans.push_back(made);
   return made;

@@ -10,6 +10,7 @@
 
 #include "attention/key_rows.h"
 #include "attention/query_rows.h"
+#include "attention/run.h"
 #include "comm/ring_state.h"
 #include "longspan/error.h"
 
@@ -381,8 +382,8 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.place.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           const TensorView& to_lse, MessageStep* travelling) {
-    part.forward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to, to_lse,
-                 calls.only(pieces, positions, travelling));
+    run_forward(part, q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to,
+                to_lse, calls.only(pieces, positions, travelling), KeysGiven::some);
   };
   const auto local = [&](MessageStep* travelling) {
     std::vector<KeyPiece> pieces;
@@ -418,8 +419,9 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
   RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.place.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           MessageStep* travelling) {
-    part.backward(q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), out.view(),
-                  t.lse, dout.view(), to, {}, {}, calls.only(pieces, positions, travelling));
+    run_backward(part, q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()),
+                 out.view(), t.lse, dout.view(), to, {}, {}, calls.only(pieces, positions, travelling),
+                 KeysGiven::some);
   };
   const auto local = [&](MessageStep* travelling) {
     std::vector<KeyPiece> pieces;

@@ -1,5 +1,5 @@
 // Several ranks on one GPU: the bits of one GPU with the same kernel, gradients to rounding, bytes to the last one;
-// messages from GPU to GPU and by way of the host; what goes wrong on the way.
+// in rounds everything to rounding; messages from GPU to GPU and by way of the host; what goes wrong on the way.
 #include <gtest/gtest.h>
 
 #include "gpu/gpu_place.h"
@@ -43,6 +43,42 @@ INSTANTIATE_TEST_SUITE_P(Ranks, GpuRing,
 INSTANTIATE_TEST_SUITE_P(Half, GpuRing, ::testing::Values(std::tuple{4, DType::f16}),
                          [](const auto&) { return std::string("4_f16"); });
 
+class GpuRounds : public ::testing::TestWithParam<DType> {};
+
+TEST_P(GpuRounds, AgreeToRoundingAndStayWithinTheLimit) {
+  LONGSPAN_NEEDS_GPU();
+  int ran = 0;
+  for (const RingCase& one : ring_cases(GetParam())) {
+    if (one.problem.options.detached_mix) continue;
+    for (const std::string& kernel : kernels_for_pieces(one.problem)) {
+      ++ran;
+      const Results want = run_on_gpu(one.problem, kernel);
+      for (const auto& [ranks, limit] : {std::pair{2, 12000}, {3, 40000}, {8, 12000}})
+        expect_rounds<GpuPlace>(one, want, ranks, limit, kernel);
+    }
+  }
+  EXPECT_GT(ran, 10);
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, GpuRounds, ::testing::Values(DType::f32, DType::bf16, DType::f16),
+                         [](const auto& one) { return std::string(name_of(one.param)); });
+
+TEST(GpuRounds, OfOneRowEach) {
+  LONGSPAN_NEEDS_GPU();
+  const RingCase one = one_row_case();
+  for (const std::string& kernel : kernels_for_pieces(one.problem))
+    expect_rounds<GpuPlace>(one, run_on_gpu(one.problem, kernel), 3, kOneRowLimit, kernel);
+}
+
+/// Exchanges at once, and in rounds.
+constexpr std::size_t kLimits[] = {0, 40000};
+
+RingRun within(std::size_t limit) {
+  RingRun run;
+  run.options.halo_limit_bytes = limit;
+  return run;
+}
+
 Case small_case() {
   return Case(Pattern::longnet({40, 160, 400}, {1, 3, 6}), {}, {2, kRingTokens, 4, 2, 64}, DType::bf16);
 }
@@ -85,11 +121,16 @@ TEST(GpuRing, ByWayOfTheHostAndZigzag) {
   const Case c = small_case();
   const Results want = run_on_gpu(c, "cuda-mma");
   const Shards shards = Shards::zigzag(c.shape.tokens, 3);
-  for (const bool staged : {false, true}) {
-    const auto got = run_ranks<GpuPlace>(c, shards, {}, staged ? by_host(3) : local_ring(3));
-    for (int rank = 0; rank < 3; ++rank)
-      expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(c.dtype), true, true,
-                  staged ? "by host" : "zigzag");
+  for (const std::size_t limit : kLimits) {
+    for (const bool staged : {false, true}) {
+      const auto got = run_ranks<GpuPlace>(c, shards, within(limit), staged ? by_host(3) : local_ring(3));
+      for (int rank = 0; rank < 3; ++rank) {
+        const RankResults& r = got[static_cast<std::size_t>(rank)];
+        EXPECT_EQ(r.forward.rounds > 0, limit > 0);
+        expect_same(r, want, shards.ranges(rank), ring_tolerance(c.dtype), limit == 0, true,
+                    fmt::format("{} limit {}", staged ? "by host" : "zigzag", limit));
+      }
+    }
   }
 }
 
@@ -102,10 +143,12 @@ TEST(GpuRing, StrandsOfManyTiles) {
       const Case c(Pattern::longnet({500, 1700}, {1, 2}), options, {1, 1700, 4, 2, head_dim}, DType::bf16);
       const Results want = run_on_gpu(c, "cuda-mma", true);
       const Shards shards = uneven(c.shape.tokens, 3);
-      const auto got = run_local<GpuPlace>(c, shards);
-      for (int rank = 0; rank < 3; ++rank)
-        expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(c.dtype), true, true,
-                    fmt::format("head_dim {}", head_dim));
+      for (const std::size_t limit : {std::size_t{0}, 10 * kLimits[1]}) {
+        const auto got = run_local<GpuPlace>(c, shards, within(limit));
+        for (int rank = 0; rank < 3; ++rank)
+          expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(c.dtype),
+                      limit == 0, true, fmt::format("head_dim {} limit {}", head_dim, limit));
+      }
     }
   }
 }
@@ -115,12 +158,15 @@ TEST(GpuRing, DeterministicGradientsHaveOneSetOfBits) {
   Case c = small_case();
   c.options.deterministic = true;
   const Shards shards = uneven(c.shape.tokens, 4);
-  const auto first = run_local<GpuPlace>(c, shards);
-  for (std::uint64_t shuffle = 1; shuffle <= 3; ++shuffle) {
-    const auto again = run_local<GpuPlace>(c, shards, {}, shuffle);
-    for (std::size_t rank = 0; rank < first.size(); ++rank) {
-      for (const auto member : {&Results::out, &Results::dq, &Results::dk, &Results::dv})
-        EXPECT_EQ(bits_differ(again[rank].results.*member, first[rank].results.*member), "") << "shuffle " << shuffle;
+  for (const std::size_t limit : kLimits) {
+    const auto first = run_local<GpuPlace>(c, shards, within(limit));
+    for (std::uint64_t shuffle = 1; shuffle <= 3; ++shuffle) {
+      const auto again = run_local<GpuPlace>(c, shards, within(limit), shuffle);
+      for (std::size_t rank = 0; rank < first.size(); ++rank) {
+        for (const auto member : {&Results::out, &Results::dq, &Results::dk, &Results::dv})
+          EXPECT_EQ(bits_differ(again[rank].results.*member, first[rank].results.*member), "")
+              << "shuffle " << shuffle << " limit " << limit;
+      }
     }
   }
 }
@@ -161,15 +207,6 @@ TEST(GpuRing, WhatGoesWrongIsAnErrorOrMakesNoDifference) {
   expect_same(got[0], want, shards.ranges(0), ring_tolerance(c.dtype), true, true, "after errors");
 }
 
-TEST(GpuRing, RoundsAreRefusedByName) {
-  LONGSPAN_NEEDS_GPU();
-  RingRun run;
-  run.options.halo_limit_bytes = 64;
-  for (const std::string& error :
-       errors_of<Unsupported>(small_case(), Shards::even(kRingTokens, 2), run, local_ring(2)))
-    EXPECT_NE(error.find("halo_limit_bytes"), std::string::npos) << error;
-}
-
 TEST(GpuRing, MemoryGoesBack) {
   LONGSPAN_NEEDS_GPU();
   const Case c = small_case();
@@ -177,7 +214,9 @@ TEST(GpuRing, MemoryGoesBack) {
   run_local<GpuPlace>(c, shards);
   cudaDeviceSynchronize();
   const auto before = device_memory::statistics(0);
-  for (int i = 0; i < 3; ++i) run_local<GpuPlace>(c, shards);
+  for (int i = 0; i < 3; ++i) {
+    for (const std::size_t limit : kLimits) run_local<GpuPlace>(c, shards, within(limit));
+  }
   // Nor do failures keep any, though their messages on the host are kept.
   RingRun run;
   run.options.deadline = std::chrono::milliseconds(400);

@@ -6,6 +6,7 @@
 #include <map>
 #include <random>
 
+#include "attention/key_rows.h"
 #include "kernels/cuda/mask_lists.h"
 #include "kernels/cuda/prepare.h"
 
@@ -112,6 +113,47 @@ TEST(GpuWork, StrandsAreThoseOfThePlan) {
       }
     });
   }
+}
+
+TEST(GpuWork, PiecesAreSearchedAsOnTheHost) {
+  // Some of the keys only, as a round of a ring has them: what no piece has is nowhere. Nothing is read.
+  Arguments a({Pattern::dense(), {{0, 301}}}, false, 6);
+  static std::byte memory[8192];
+  const auto rows = [&](std::int64_t count, std::int64_t heads, int place) {
+    return ConstTensorView::bnhd(memory + place, DType::bf16, 2, count, heads, 16);
+  };
+  const std::vector<KeyPiece> pieces = {{10, 1, rows(50, 2, 0), rows(50, 2, 2), 0},
+                                        {100, 7, rows(20, 1, 4), rows(20, 1, 6), 1},
+                                        {200, 3, rows(0, 2, 0), rows(0, 2, 0), 0},  // a rank without rows
+                                        {40, 2, rows(30, 1, 6), rows(30, 1, 4), 0}};
+  a.call.pieces = pieces;
+  const ConstTensorView none{nullptr, DType::bf16, {}, {2, 301, 2, 16}, {0, 0, 0, 1}};
+  const KeyRows keys(none, none, pieces);
+  std::vector<PieceGradients> gradients;
+  for (const KeyPiece& piece : pieces) {
+    const Rows sums{reinterpret_cast<char*>(memory), piece.k.strides[0], piece.k.strides[1], piece.k.strides[2]};
+    gradients.push_back({sums, sums});
+  }
+  int found = 0, missing = 0;
+  const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, none, none, {}, {}, 1, a.workspace};
+  for_each_launch(forward, {16, false}, true, [&](Launch& launch) {
+    launch.piece_gradients = gradients.data();
+    for (int entry = 0; entry < 2; ++entry) {
+      for (int kv_head = 0; kv_head < 2; ++kv_head) {
+        for (int position = 0; position < 301; ++position) {
+          const RowRun want = keys.run(entry, kv_head, Strand{position, 1, 1}, 0, 1);
+          const char *k_row, *v_row;
+          launch.key_row(entry, kv_head, position, 2, k_row, v_row);
+          EXPECT_EQ(static_cast<const void*>(k_row), want.k);
+          EXPECT_EQ(static_cast<const void*>(v_row), want.v);
+          EXPECT_EQ(launch.gradient_row(entry, kv_head, position, false) != nullptr, want.count > 0);
+          ++(want.count > 0 ? found : missing);
+        }
+      }
+    }
+  });
+  EXPECT_EQ(found, 2 * (50 + 50 + 20 + 30 - 10));  // 10 rows of the last piece are the first one's, too
+  EXPECT_EQ(found + missing, 2 * 2 * 301);
 }
 
 TEST(GpuWork, BackwardItemsHoldEveryKeyOnce) {

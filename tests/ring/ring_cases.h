@@ -61,6 +61,10 @@ inline std::vector<RingCase> ring_cases(DType dtype) {
     for (std::int64_t i = 0; i < 2 * kRingTokens; ++i) c.key_mask.push_back(random() % 4 != 0);
     for (int head = 0; head < 6; ++head) c.alibi_slopes.push_back(0.01f * static_cast<float>(head + 1));
   });
+  // Most rows find no key among their rank's own, and those of one entry none at all.
+  add("only_far_keys", {}, Pattern::longnet({40, kRingTokens}, {1, 2}), [](Case& c) {
+    for (std::int64_t i = 0; i < 2 * kRingTokens; ++i) c.key_mask.push_back(i >= 250 && i < kRingTokens);
+  });
   Options detached;
   detached.detached_mix = true;
   add("detached_padded", detached, Pattern::longnet({32, 90, 300}, {1, 2, 4}, PhaseRule::torchscale).with_pad_keys(),
@@ -71,6 +75,14 @@ inline std::vector<RingCase> ring_cases(DType dtype) {
   add("dlse_scaled", scaled, Pattern::dilated({64, 400}, {1, 5}),
       [&](Case& c) { c.dlse = Tensor::lse(dtype, 2, kRingTokens, 6).fill_random(8); });
   return cases;
+}
+
+/// For rounds of one row of 2 heads each. Backward it is held four times: itself, the next one, gradients out and in.
+inline constexpr std::int64_t kOneRowColumns = 16, kOneRowLimit = 4 * 2 * 2 * kOneRowColumns * 4;
+inline RingCase one_row_case() {
+  Options causal;
+  causal.causal = true;
+  return {"dense_rows", Case(Pattern::dense(), causal, {1, 60, 4, 2, kOneRowColumns})};
 }
 
 /// Uneven shards, one of them perhaps empty.

@@ -106,6 +106,11 @@ TEST_P(LocalRounds, AgreeToRoundingAndStayWithinTheLimit) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, LocalRounds, ::testing::Values(DType::f64, DType::f32, DType::bf16),
                          [](const auto& one) { return std::string(name_of(one.param)); });
 
+TEST(LocalRounds, OfOneRowEach) {
+  const RingCase one = one_row_case();
+  expect_rounds(one, one.problem.run(), 3, kOneRowLimit);
+}
+
 TEST(LocalRounds, RefuseWhatNeedsAllKeysAtOnce) {
   Options detached;
   detached.detached_mix = true;

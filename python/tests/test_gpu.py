@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan.torch as lt
 import oracle
-from longspan.torch import projected
+from longspan.torch import multihead, projected
 
 WHY_NOT = "torch sees no GPU" if not torch.cuda.is_available() else longspan.info()["why_no_gpu"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY_NOT), reason=f"needs a GPU: {WHY_NOT}")]
@@ -293,6 +293,7 @@ def test_projections_and_attention_together(cross, monkeypatch):
     inputs = [torch.randn(2, 512, 256, device="cuda", requires_grad=True) for _ in range(1 + cross)]
     weight = torch.randn(2, 512, 256, device="cuda")
     results = []
+    monkeypatch.setattr(multihead, "EAGER_DEVICES", {"cuda"})
     for fewest, dtype in ((1 << 30, torch.float32), (0, torch.bfloat16)):
         monkeypatch.setitem(projected.FEWEST_ROWS, "cuda", fewest)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):

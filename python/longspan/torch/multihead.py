@@ -12,7 +12,7 @@ from torch.nn import functional
 from .._errors import InvalidArgument
 from .dilated import DilatedAttention, ImprovedDilatedAttention
 from .options import autocast_once, check_dropout, hooked, inner_norm, integer, key_mask, surely, warn_once
-from .projected import FEWEST_ROWS, projected_attention
+from .projected import EAGER_DEVICES, FEWEST_ROWS, projected_attention
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
@@ -88,6 +88,8 @@ class _Multihead(nn.Module):
         """Whether projections and attention may be one call: it pays, and nobody's own layers or hooks are among them."""
         fewest = FEWEST_ROWS.get(query.device.type)
         if fewest is None or key is not value or query.dtype is torch.float64:
+            return False
+        if query.device.type not in EAGER_DEVICES and not torch.compiler.is_compiling():
             return False
         if not surely(query.shape[0] * query.shape[1] >= fewest):
             return False

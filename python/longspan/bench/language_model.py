@@ -197,8 +197,9 @@ def bench_lm(
         print(json.dumps(group), file=sys.stderr, flush=True)  # what comes later may not end
     if device == "cpu":
         measured["peak_bytes"] = {
-            f"{name}step": cpu_peak(str(context), dtype_name, pattern, "torch" if name else "ours") for name in ("", "torch_")
-        }
+            name: cpu_peak(str(context), dtype_name, pattern, whose)
+            for name, whose in (("step", "ours"), ("torch_step", "torch")) if name in measured["seconds"]
+        }  # fmt: skip
     median = {name: taken["median"] for name, taken in measured["seconds"].items()}
     sides = [[value for name, value in median.items() if ("torch" in name) is theirs] for theirs in (True, False)]
     if all(sides):

@@ -22,7 +22,7 @@ import torch
 from .composition import dilated_composition, longnet_composition
 from .language_model import bench_lm
 from .timing import alternate, machine, microseconds
-from .variants import MODES, PROJECTIONS, SCOPES, Variant
+from .variants import MODES, SCOPES, SWITCHES, Variant
 
 MODULE_SEGMENTS, MODULE_DILATIONS = [2048, 4096, 8192], [1, 2, 4]
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -241,8 +241,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, help="of the lm benchmark (default 8192; 32768 on a GPU)")
     parser.add_argument("--compiled", action="store_true", help="of the lm benchmark: torch.compile of both sides, too")
     parser.add_argument(
-        "--variants", nargs="+", metavar="SCOPE[:MODE][+PROJECTIONS]", help="of the lm benchmark, instead of --compiled: "
-        f"scope {', '.join(SCOPES)}; mode {', '.join(MODES[1:])}; projections {', '.join(PROJECTIONS[1:])}",
+        "--variants", nargs="+", metavar="SCOPE[:MODE][+SWITCH...]", help="of the lm benchmark, instead of --compiled: "
+        f"scope {', '.join(SCOPES)}; mode {', '.join(MODES[1:])}; switches {', '.join(SWITCHES)}",
     )  # fmt: skip
     parser.add_argument("--kernels", type=int, default=0, help="of the lm benchmark on a GPU: keep so many of the longest")
     parser.add_argument("--pattern", choices=["thirds", "paper"], default="thirds", help="of the lm benchmark")

@@ -147,7 +147,7 @@ def measure(
     models: dict[str, LongNetLM], variants: list[Variant], step: Callable[[LongNetLM], Tensor], repeats: int, device: str,
     kernels: int,
 ) -> dict[str, dict]:  # fmt: skip
-    """Variants that differ in projections alone, and torch's side of them, taking turns; models: "" is ours, "torch_" the
+    """Variants that differ in switches alone, and torch's side of them, taking turns; models: "" is ours, "torch_" the
     other. Their compiled code and graphs are gone afterwards."""
     torch._dynamo.reset()  # a limit on how often a function is compiled would end in eager code
     chosen = [(f"{one.prefix}step", "", one) for one in variants]
@@ -191,7 +191,9 @@ def bench_lm(
     dtype_name = str(dtype).removeprefix("torch.")
     measured: dict[str, dict] = {}
     for shared in dict.fromkeys(variant.shared for variant in variants):
-        group = measure(models, [one for one in variants if one.shared == shared], step, repeats, device, kernels)
+        same = [one for one in variants if one.shared == shared]
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # switches are numbers, which would become sizes
+            group = measure(models, same, step, repeats, device, kernels)
         for key, values in group.items():
             measured.setdefault(key, {}).update(values)
         print(json.dumps(group), file=sys.stderr, flush=True)  # what comes later may not end

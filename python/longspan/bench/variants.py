@@ -1,5 +1,5 @@
-"""Ways to run a training step: eager, or compiled by layers or as a whole, one by one or as a CUDA graph, with projections
-and attention together or apart. What both sides can have, both get."""
+"""Ways to run a training step: eager, or compiled by layers or as a whole, one by one or as a CUDA graph, and what of our
+own is switched. What both sides can have, both get."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from longspan.torch import LongNetLM, projected
+from longspan.torch import LongNetLM, fused_norm, projected
 
 import torch
 from torch import Tensor
 
 SCOPES = ("eager", "layers", "model")
-PROJECTIONS = ("", "joint", "separate")
 CAPTURED = "captured"
 #: torch.compile's modes, and a CUDA graph of the whole step.
 MODES = ("", CAPTURED, "reduce-overhead", "max-autotune-no-cudagraphs")
+#: Projections and attention together or apart, and torch's own activation and norm, whatever the modules would choose.
+SWITCHES = ("joint", "separate", "plain-norm")
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """scope: what is compiled. mode: how. projections: of our side, joint or separate; as the modules choose without."""
+    """scope: what is compiled. mode: how. switches: of our side."""
 
     scope: str
     mode: str = ""
-    projections: str = ""
+    switches: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """SCOPE[:MODE][+PROJECTIONS], as in layers:captured+joint."""
-        rest, _, projections = text.partition("+")
-        scope, _, mode = rest.partition(":")
-        for name, value, known in (("scope", scope, SCOPES), ("mode", mode, MODES), ("projections", projections, PROJECTIONS)):
+        """SCOPE[:MODE][+SWITCH...], as in layers:captured+joint."""
+        first, *switches = text.split("+")
+        scope, _, mode = first.partition(":")
+        given = [("scope", scope, SCOPES), ("mode", mode, MODES), *(("switch", one, SWITCHES) for one in switches)]
+        for name, value, known in given:
             if value not in known:
                 raise ValueError(f"variant {text!r} has {name} {value!r}: give one of {', '.join(filter(None, known))}")
         if scope == "eager" and mode not in ("", CAPTURED):
             raise ValueError(f"variant {text!r}: {mode} is a mode of torch.compile; give layers or model before it")
-        return cls(scope, mode, projections)
+        return cls(scope, mode, tuple(switches))
 
     @property
     def shared(self) -> Variant:
@@ -48,7 +50,7 @@ class Variant:
     def prefix(self) -> str:
         """Before 'step' and 'torch_step' in results."""
         names = {Variant("eager"): "", Variant("layers"): "compiled_"}
-        text = self.scope + (f":{self.mode}" if self.mode else "") + (f"+{self.projections}" if self.projections else "")
+        text = "+".join((self.scope + (f":{self.mode}" if self.mode else ""), *self.switches))
         return names.get(self, f"{text}_")
 
     @property
@@ -57,19 +59,21 @@ class Variant:
 
 
 @contextlib.contextmanager
-def _projections(how: str, device: str) -> Iterator[None]:
-    """joint or separate whatever the number of rows, eager or not."""
-    if not how:
-        yield
-        return
-    rows, eager = dict(projected.FEWEST_ROWS), set(projected.EAGER_DEVICES)
+def _switched(switches: tuple[str, ...], device: str) -> Iterator[None]:
+    rows, eager, norm_rows = dict(projected.FEWEST_ROWS), set(projected.EAGER_DEVICES), fused_norm.FEWEST_ROWS
     try:
-        projected.FEWEST_ROWS[device] = 0 if how == "joint" else 1 << 62
-        projected.EAGER_DEVICES.add(device)
+        if "joint" in switches:
+            projected.FEWEST_ROWS[device] = 0
+            projected.EAGER_DEVICES.add(device)
+        if "separate" in switches:
+            projected.FEWEST_ROWS[device] = 1 << 62
+        if "plain-norm" in switches:
+            fused_norm.FEWEST_ROWS = 1 << 62
         yield
     finally:
         projected.FEWEST_ROWS.update(rows)
         projected.EAGER_DEVICES.intersection_update(eager)
+        fused_norm.FEWEST_ROWS = norm_rows
 
 
 def _capture(run: Callable[[], Tensor], model: LongNetLM) -> Callable[[], Tensor]:
@@ -103,7 +107,7 @@ def prepare(
         module.compile(mode=mode)
 
     def run() -> Tensor:
-        with _projections(variant.projections, torch.device(device).type):
+        with _switched(variant.switches, torch.device(device).type):
             if mode == "reduce-overhead":
                 torch.compiler.cudagraph_mark_step_begin()
             return step(model)

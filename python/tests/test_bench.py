@@ -60,3 +60,20 @@ def test_time_in_which_any_kernel_ran():
     assert result["busy_seconds"] == pytest.approx(22e-6)
     assert [(name, count) for name, count, _ in result["kernels"]] == [("a", 2), ("b", 1), ("c", 1)]
     assert result["kernels"][0][2] == pytest.approx(17e-6)
+
+
+def test_compiled_variants_keep_their_switches(monkeypatch):
+    """Code that was compiled for one variant must not run in another, whichever came first."""
+    monkeypatch.setattr(lm, "sizes", lambda device: (2, 48, 3))
+    plainly = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode: plainly(self, backend="aot_eager"))
+    torch._dynamo.reset()
+    step = lm.make_step(32, torch.float32, "cpu")
+    names = ("layers", "layers+joint", "layers+separate")
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        steps = [prepare(Variant.parse(name), lm.make_model(32, "cpu", "thirds"), step, "cpu") for name in names]
+        for name, run in [*zip(names, steps)] * 2:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                run()
+            joint = any(event.key == "longspan::strand_linear" for event in profile.key_averages())
+            assert joint is (name == "layers+joint")

@@ -115,26 +115,45 @@ def test_dropout_other_activations_and_watched_modules_run_as_they_are(fused):
     assert len(fused) == 1 and len(seen) == 3
 
 
-class OnGpu(torch.Tensor):
-    is_cuda = True
-
-
-@pytest.mark.skipif(fused_norm.triton is None, reason="needs Triton")
-def test_what_can_be_fused(monkeypatch):
+@pytest.fixture
+def anywhere(monkeypatch):
+    """What is for 16 bits on a GPU, for 32 on the CPU."""
+    monkeypatch.setattr(fused_norm, "triton", fused_norm.triton or object())
+    monkeypatch.setattr(fused_norm, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(fused_norm, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(fused_norm, "FEWEST_ROWS", 4)
-    norm, relu = torch.nn.LayerNorm(8), functional.relu
-    x = torch.zeros(2, 2, 8, dtype=torch.bfloat16)
-    there = x.as_subclass(OnGpu)
-    assert fused_norm.can_fuse(norm, relu, there)
+
+
+def test_what_can_be_fused(anywhere, monkeypatch):
+    norm, relu, x = torch.nn.LayerNorm(8), functional.relu, torch.zeros(2, 2, 8)
     watched = torch.nn.LayerNorm(8)
     watched.register_forward_hook(lambda *call: None)
+    assert fused_norm.can_fuse(norm, relu, x)
     for arguments in (
-        (norm, relu, x),
-        (norm, functional.gelu, there),
-        (norm, relu, there[:1]),
-        (norm, relu, torch.zeros(2, 2, 8).as_subclass(OnGpu)),
-        (torch.nn.LayerNorm(8, bias=False), relu, there),
-        (torch.nn.LayerNorm((2, 8)), relu, there),
-        (watched, relu, there),
+        (norm, functional.gelu, x),
+        (norm, relu, x[:1]),
+        (norm, relu, x.double()),
+        (torch.nn.LayerNorm(8, bias=False), relu, x),
+        (torch.nn.LayerNorm((2, 8)), relu, x),
+        (watched, relu, x),
     ):
         assert not fused_norm.can_fuse(*arguments)
+    monkeypatch.undo()
+    assert not fused_norm.can_fuse(norm, relu, x)
+
+
+def test_compiled_layers_take_it(anywhere):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    layer = lt.DilatedTransformerEncoderLayer(32, 4, [8, 16], [1, 2], dim_feedforward=48, dropout=0.0)
+    x = torch.randn(1, 16, 32, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x).square().sum(), x)
+    layer.compile(fullgraph=True, backend=backend)
+    (got,) = torch.autograd.grad(layer(x).square().sum(), x)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert len(graphs) == 1 and any(node.target is OP for node in graphs[0].graph.nodes)

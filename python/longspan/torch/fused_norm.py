@@ -24,6 +24,7 @@ except ImportError:  # torch without CUDA may come without it
 
 # A row is held in registers; and with fewer rows the host takes longer for the call than a GPU for what it saves.
 _WIDEST, FEWEST_ROWS = 8192, 4096
+_DEVICES, _DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
 _PROGRAMS_PER_PROCESSOR = 2
 
 # -> out, and mean and 1 / deviation of each row.
@@ -172,9 +173,9 @@ for _name, _fused, _plain, _made, _derivative, _kept in (
 def can_fuse(norm: nn.Module, activation: object, x: Tensor) -> bool:
     """Whether relu_norm is for them: 16 bits on a GPU in a norm of torch's own with weight and bias, which nobody watches."""
     return (
-        triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and activation is functional.relu
-        and type(norm) is nn.LayerNorm and type(norm.weight) in PLAIN_TENSORS and type(norm.bias) in PLAIN_TENSORS and not hooked(norm)
-        and len(norm.normalized_shape) == 1 and norm.normalized_shape[0] == x.shape[-1] <= _WIDEST
+        triton is not None and x.device.type in _DEVICES and x.dtype in _DTYPES and activation is functional.relu
+        and type(norm) is nn.LayerNorm and type(norm.weight) in PLAIN_TENSORS and type(norm.bias) in PLAIN_TENSORS
+        and not hooked(norm) and len(norm.normalized_shape) == 1 and norm.normalized_shape[0] == x.shape[-1] <= _WIDEST
         and surely(x.shape[:-1].numel() >= FEWEST_ROWS)
     )  # fmt: skip
 

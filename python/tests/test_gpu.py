@@ -331,6 +331,18 @@ def test_activation_and_norm_in_one(dtype, width):
     assert torch.equal(again, got[0])
 
 
+def test_training_steps_never_wait_for_the_gpu(monkeypatch):
+    """The host runs ahead of the GPU, from step to step; torch tells where it would not."""
+    monkeypatch.setattr(language_model, "sizes", lambda device: (2, 192, 3))
+    step, model = language_model.make_step(1024, torch.bfloat16, "cuda"), language_model.make_model(1024, "cuda", "thirds")
+    step(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("name", ["eager:captured", pytest.param("model:reduce-overhead", marks=pytest.mark.slow)])
 def test_training_steps_in_graphs(name, monkeypatch):
     """Loss and gradients of a LongNetLM step that is replayed are those of the step itself."""

@@ -54,6 +54,20 @@ def test_results_have_both_sides_of_each_variant(monkeypatch):
     assert all(value < 1e-5 for value in result["largest_difference"].values())
 
 
+def test_lines_say_what_was_measured():
+    group = {
+        "failed": {"model_step": "why"}, "seconds": {"step": {"median": 0.5}, "torch_step": {"median": 1.0}},
+        "peak_bytes": {"step": 2e9}, "times_faster_than_torch": {"step": 2.0}, "busy_seconds": {"step": 0.25},
+        "kernels": {"step": [["name", 3, 0.125]]},
+    }  # fmt: skip
+    assert lm.told(group) == [
+        "  model_step: why",
+        "  step: 500.0 ms, busy 250.0 ms, 2.0 GB, 2.00 times torch's",
+        "    125.00 ms    3 x name",
+        "  torch_step: 1000.0 ms",
+    ]
+
+
 def test_time_in_which_any_kernel_ran():
     spans = [("b", 30.0, 40.0), ("a", 0.0, 10.0), ("a", 5.0, 12.0), ("c", 6.0, 7.0)]
     result = busy(spans)

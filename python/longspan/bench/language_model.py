@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,7 +161,7 @@ def measure(
             loss[name] = function().item()
             functions[name] = function
         except Exception as problem:  # torch.compile fails in many ways, for want of a compiler for one
-            result["failed"][name] = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+            result["failed"][name] = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
             continue
         if device != "cpu":
             result["peak_bytes"][name] = reserved(device) - before if variant.in_graphs else gpu_peak(function, model)
@@ -178,6 +177,22 @@ def measure(
     }
     result["largest_difference"] = {name: abs(value - loss[peer]) for name, value in loss.items() if peer in loss}
     return result
+
+
+def told(group: dict[str, dict]) -> list[str]:
+    """A line for each step of a result of measure, and its longest kernels where they were asked for."""
+    lines = [f"  {name}: {why}" for name, why in group["failed"].items()]
+    for name, seconds in group["seconds"].items():
+        times = {"": seconds["median"], **{key: group.get(f"{key}_seconds", {}).get(name) for key in ("host", "busy")}}
+        words = [f"{key} {value * 1e3:.1f} ms".strip() for key, value in times.items() if value is not None]
+        if name in group["peak_bytes"]:
+            words.append(f"{group['peak_bytes'][name] / 1e9:.1f} GB")
+        if name in group["times_faster_than_torch"]:
+            words.append(f"{group['times_faster_than_torch'][name]:.2f} times torch's")
+        lines.append(f"  {name}: {', '.join(words)}")
+        for kernel, count, total in group.get("kernels", {}).get(name, []):
+            lines.append(f"    {total * 1e3:6.2f} ms {count:4d} x {kernel}")
+    return lines
 
 
 def bench_lm(
@@ -196,7 +211,7 @@ def bench_lm(
             group = measure(models, same, step, repeats, device, kernels)
         for key, values in group.items():
             measured.setdefault(key, {}).update(values)
-        print(json.dumps(group), file=sys.stderr, flush=True)  # what comes later may not end
+        print(*told(group), sep="\n", file=sys.stderr, flush=True)  # what comes later may not end
     if device == "cpu":
         measured["peak_bytes"] = {
             name: cpu_peak(str(context), dtype_name, pattern, whose)

@@ -13,6 +13,7 @@
 #   profile    Nsight Compute on three forwards and three backwards
 #   modules    python -m longspan.bench at 131,072 tokens
 #   lm         python -m longspan.bench lm: a training step, compiled too
+#   variants   the same in other ways, and with what the GPU is busy; ten minutes, so only if it is named
 #   peers      bench/gpu_vs_torch.py, the kernels chosen and the portable ones alone
 #   blocks     bench/gpu_vs_torch.py --block-sparse
 #   ring       rings on the GPU compared with one GPU; bench/ring.py local and gpu, which write RESULTS/ring_*.json
@@ -126,6 +127,13 @@ step_modules() {
 step_lm() {
   wait
   run lm 150 python3 -m longspan.bench lm --device cuda --compiled --out "$results" && mv "$results/gpu_torch_lm.json" "$results/h200_torch_lm.json"
+}
+step_variants() {
+  wait
+  run variants 590 python3 -m longspan.bench lm --device cuda --kernels 25 --out "$logs" --variants \
+    eager eager+joint eager+plain-norm layers layers+separate layers+plain-norm layers:captured layers:captured+separate \
+    layers:captured+plain-norm eager:captured model model:captured model:reduce-overhead
+  grep '^  [a-z]' "$logs/variants.log"
 }
 step_peers() {
   wait

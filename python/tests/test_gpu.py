@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan.torch as lt
 import oracle
-from longspan.torch import projected
+from longspan.bench import language_model
+from longspan.bench.variants import Variant, prepare
+from longspan.torch import fused_norm, multihead, projected
 
 WHY_NOT = "torch sees no GPU" if not torch.cuda.is_available() else longspan.info()["why_no_gpu"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY_NOT), reason=f"needs a GPU: {WHY_NOT}")]
@@ -293,6 +295,7 @@ def test_projections_and_attention_together(cross, monkeypatch):
     inputs = [torch.randn(2, 512, 256, device="cuda", requires_grad=True) for _ in range(1 + cross)]
     weight = torch.randn(2, 512, 256, device="cuda")
     results = []
+    monkeypatch.setattr(multihead, "EAGER_DEVICES", {"cuda"})
     for fewest, dtype in ((1 << 30, torch.float32), (0, torch.bfloat16)):
         monkeypatch.setitem(projected.FEWEST_ROWS, "cuda", fewest)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
@@ -304,6 +307,56 @@ def test_projections_and_attention_together(cross, monkeypatch):
     for name, got, want in zip(names, results[1], results[0]):
         if name != "k_proj.bias" and not name.startswith("norm"):
             assert relative(got, want) < 8 * ALLOWED[torch.bfloat16], name
+
+
+@pytest.mark.parametrize("width", [96, 768, 3072, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activation_and_norm_in_one(dtype, width):
+    """More rows than programs, and no multiple of them; the formula has the same 16-bit numbers in 32."""
+    torch.manual_seed(0)
+    x, grad = (torch.randn(3, 1001, width, device="cuda").to(dtype) for _ in range(2))
+    norm = torch.nn.LayerNorm(width, device="cuda")
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    got = fused_norm._run_fused(x, norm.weight, norm.bias, norm.eps)
+    want = fused_norm._run_plain(x, norm.weight, norm.bias, norm.eps)
+    got_grads = fused_norm._run_fused_backward(grad, x, norm.weight, *got[1:])
+    want_grads = fused_norm._run_plain_backward(grad, x, norm.weight, *want[1:])
+    for one, other in zip((*got, *got_grads), (*want, *want_grads)):
+        # Rounding of 16 bits may go either way where sums differ in the last place of 32.
+        assert relative(one, other) < (ALLOWED[dtype] / 4 if one.dtype is dtype else 2**-18)
+    with torch.autocast("cuda", dtype):
+        assert fused_norm.can_fuse(norm, torch.nn.functional.relu, x.repeat(2, 1, 1))
+        again = fused_norm.relu_norm(norm, x)
+    assert torch.equal(again, got[0])
+
+
+def test_training_steps_never_wait_for_the_gpu(monkeypatch):
+    """The host runs ahead of the GPU, from step to step; torch tells where it would not."""
+    monkeypatch.setattr(language_model, "sizes", lambda device: (2, 192, 3))
+    step, model = language_model.make_step(1024, torch.bfloat16, "cuda"), language_model.make_model(1024, "cuda", "thirds")
+    step(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["eager:captured", pytest.param("model:reduce-overhead", marks=pytest.mark.slow)])
+def test_training_steps_in_graphs(name, monkeypatch):
+    """Loss and gradients of a LongNetLM step that is replayed are those of the step itself."""
+    monkeypatch.setattr(language_model, "sizes", lambda device: (2, 192, 3))
+    monkeypatch.setattr(fused_norm, "FEWEST_ROWS", 64)
+    step = language_model.make_step(1024, torch.bfloat16, "cuda")
+    models = [language_model.make_model(1024, "cuda", "thirds") for _ in range(2)]
+    want = step(models[0])
+    replay = prepare(Variant.parse(name), models[1], step, "cuda")
+    for _ in range(2):
+        got = replay()
+    assert relative(got, want) < 2**-12
+    grads = [torch.cat([x.grad.flatten() for x in model.parameters()]) for model in models[::-1]]
+    assert relative(*grads) < 16 * ALLOWED[torch.bfloat16]  # each layer rounds a few times
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -10,6 +10,7 @@ import longspan
 torch = pytest.importorskip("torch")
 
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan.torch as lt
 from longspan.torch.options import inner_norm
@@ -250,6 +251,30 @@ def test_autocast_and_bfloat16():
     torch.testing.assert_close(out.float(), want, atol=0.05 * want.abs().max().item(), rtol=0)
     low = small_lm(dtype=torch.bfloat16)(ids)
     assert low.dtype is torch.bfloat16 and low.isfinite().all()
+
+
+class Copies(TorchDispatchMode):
+    """Numbers that become tensors on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += "lift_fresh" in str(function)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("kind", ["xpos", "rotary"])
+def test_positions_copy_no_numbers_to_the_device(kind):
+    """A GPU would be waited for in every step, and a graph of the step could not be captured."""
+    positions, x = Positions(16, kind), torch.randn(2, 5, 16)
+    with Copies() as copies:
+        one = positions(x, 3, 9)
+    assert copies.count == 0
+    with copies:
+        each = positions(x, [3, 3], [9, 9])
+    assert copies.count > 0 and torch.equal(one, each)
 
 
 def test_inner_norms_under_autocast():

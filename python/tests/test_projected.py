@@ -292,3 +292,21 @@ def test_only_views_lie_between_products_and_attention():
     assert len(products) == 3  # of the row itself, and of query and of key and value over memory
     for node in products:
         assert source(node.args[0]).target is op.stacked_attention_backward.default
+
+
+def test_together_only_where_it_pays(calls, monkeypatch):
+    """Outside of graphs on some devices, in graphs on all."""
+    monkeypatch.setattr(multihead, "EAGER_DEVICES", set())
+    torch._dynamo.reset()
+    module = lt.MultiheadDilatedAttention(16, 4, [1, 2], [8, 16])
+    x = torch.randn(1, 16, 16)
+    want = module(x)[0]
+    assert not calls
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=backend)(x)[0], want)
+    assert any(node.target is torch.ops.longspan.strand_linear.default for node in graphs[0].graph.nodes)

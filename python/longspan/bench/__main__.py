@@ -22,6 +22,7 @@ import torch
 from .composition import dilated_composition, longnet_composition
 from .language_model import bench_lm
 from .timing import alternate, machine, microseconds
+from .variants import MODES, SCOPES, SWITCHES, Variant
 
 MODULE_SEGMENTS, MODULE_DILATIONS = [2048, 4096, 8192], [1, 2, 4]
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -239,6 +240,11 @@ def main() -> None:
     parser.add_argument("--positions", type=int, nargs="*", default=[131072, 1048576], help="of the decode benchmark")
     parser.add_argument("--context", type=int, help="of the lm benchmark (default 8192; 32768 on a GPU)")
     parser.add_argument("--compiled", action="store_true", help="of the lm benchmark: torch.compile of both sides, too")
+    parser.add_argument(
+        "--variants", nargs="+", metavar="SCOPE[:MODE][+SWITCH...]", help="of the lm benchmark, instead of --compiled: "
+        f"scope {', '.join(SCOPES)}; mode {', '.join(MODES[1:])}; switches {', '.join(SWITCHES)}",
+    )  # fmt: skip
+    parser.add_argument("--kernels", type=int, default=0, help="of the lm benchmark on a GPU: keep so many of the longest")
     parser.add_argument("--pattern", choices=["thirds", "paper"], default="thirds", help="of the lm benchmark")
     parser.add_argument("--repeats", type=int, help="samples of each time (default 5; 40 below 10,000 tokens)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
@@ -253,6 +259,11 @@ def main() -> None:
     unknown = set(arguments.parts) - {"module", "encoder", "overhead", "decode", "lm"}
     if unknown:
         parser.error(f"unknown part {sorted(unknown)[0]!r}: module, encoder, overhead, decode and lm are there")
+    try:
+        names = arguments.variants or ["eager", *(["layers"] if arguments.compiled else [])]
+        variants = [Variant.parse(name) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
     torch.set_num_threads(longspan.num_threads())
 
     def chosen_dtypes(on_gpu: str) -> list[torch.dtype]:
@@ -279,7 +290,7 @@ def main() -> None:
         "lm": lambda: [
             bench_lm(
                 arguments.context or (8192 if device == "cpu" else 32768), arguments.repeats or 5, dtype, device,
-                arguments.compiled, arguments.pattern,
+                variants, arguments.pattern, arguments.kernels,
             )  # fmt: skip
             for dtype in chosen_dtypes("bfloat16")
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from .composition import DilatedComposition
-from .timing import alternate
+from .timing import alternate, gpu_profile
+from .variants import Variant, prepare
 
 # Segments of a sixteenth, a quarter and all of the context; or those of LongNet's base model, for 32,768 tokens.
 PATTERNS = {
@@ -76,14 +78,6 @@ def make_model(context: int, device: str, pattern: str, *, plain: bool = False) 
     return model
 
 
-def compiled(model: LongNetLM) -> LongNetLM:
-    """The same weights; layers of a kind are compiled once, as torch advises for stacks of equal blocks."""
-    result = copy.deepcopy(model)
-    for layer in [*result.long_net.encoder.layers, *result.long_net.decoder.layers]:
-        layer.compile()
-    return result
-
-
 def make_step(context: int, dtype: torch.dtype, device: str) -> Callable[[LongNetLM], Tensor]:
     ids = torch.randint(256, (1, context + 1), generator=torch.Generator().manual_seed(1)).to(device)
 
@@ -99,16 +93,24 @@ def make_step(context: int, dtype: torch.dtype, device: str) -> Callable[[LongNe
     return step
 
 
-def gpu_peak(step: Callable[[], object], models: list[LongNetLM]) -> int:
+def gpu_peak(step: Callable[[], object], model: LongNetLM) -> int:
     """Bytes of a step beyond parameters, as torch's allocator counts them. Longspan's workspaces are torch's memory, too."""
-    for model in models:
-        model.zero_grad()
+    model.zero_grad()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def reserved(device: str) -> int:
+    """Bytes that torch's allocator holds: graphs keep theirs."""
+    if device == "cpu":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def status(field: str) -> int:
@@ -140,36 +142,85 @@ def measure_cpu_peak(context: str, dtype: str, pattern: str, whose: str, threads
     print(status("VmHWM") - before)
 
 
-def bench_lm(context: int, repeats: int, dtype: torch.dtype, device: str, compile_too: bool, pattern: str) -> dict:
+def measure(
+    models: dict[str, LongNetLM], variants: list[Variant], step: Callable[[LongNetLM], Tensor], repeats: int, device: str,
+    kernels: int,
+) -> dict[str, dict]:  # fmt: skip
+    """Variants that differ in switches alone, and torch's side of them, taking turns; models: "" is ours, "torch_" the
+    other. Their compiled code and graphs are gone afterwards."""
+    torch._dynamo.reset()  # a limit on how often a function is compiled would end in eager code
+    chosen = [(f"{one.prefix}step", "", one) for one in variants]
+    chosen.append((f"{variants[0].shared.prefix}torch_step", "torch_", variants[0].shared))
+    result: dict[str, dict] = {"failed": {}, "seconds": {}, "peak_bytes": {}}
+    functions, loss = {}, {}
+    for name, whose, variant in chosen:
+        try:
+            before = reserved(device)
+            model = copy.deepcopy(models[whose])
+            function = prepare(variant, model, step, device)
+            loss[name] = function().item()
+            functions[name] = function
+        except Exception as problem:  # torch.compile fails in many ways, for want of a compiler for one
+            result["failed"][name] = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
+            continue
+        if device != "cpu":
+            result["peak_bytes"][name] = reserved(device) - before if variant.in_graphs else gpu_peak(function, model)
+    result["seconds"] = alternate(functions, repeats, device)
+    if device != "cpu":
+        for name, function in functions.items():
+            for key, value in gpu_profile(function, kernels).items():
+                result.setdefault(key, {})[name] = value
+    peer = f"{variants[0].shared.prefix}torch_step"
+    taken = {name: seconds["median"] for name, seconds in result["seconds"].items()}
+    result["times_faster_than_torch"] = {
+        name: taken[peer] / taken[name] for name in taken if name != peer and peer in taken
+    }
+    result["largest_difference"] = {name: abs(value - loss[peer]) for name, value in loss.items() if peer in loss}
+    return result
+
+
+def told(group: dict[str, dict]) -> list[str]:
+    """A line for each step of a result of measure, and its longest kernels where they were asked for."""
+    lines = [f"  {name}: {why}" for name, why in group["failed"].items()]
+    for name, seconds in group["seconds"].items():
+        times = {"": seconds["median"], **{key: group.get(f"{key}_seconds", {}).get(name) for key in ("host", "busy")}}
+        words = [f"{key} {value * 1e3:.1f} ms".strip() for key, value in times.items() if value is not None]
+        if name in group["peak_bytes"]:
+            words.append(f"{group['peak_bytes'][name] / 1e9:.1f} GB")
+        if name in group["times_faster_than_torch"]:
+            words.append(f"{group['times_faster_than_torch'][name]:.2f} times torch's")
+        lines.append(f"  {name}: {', '.join(words)}")
+        for kernel, count, total in group.get("kernels", {}).get(name, []):
+            lines.append(f"    {total * 1e3:6.2f} ms {count:4d} x {kernel}")
+    return lines
+
+
+def bench_lm(
+    context: int, repeats: int, dtype: torch.dtype, device: str, variants: list[Variant], pattern: str, kernels: int = 0
+) -> dict:
+    """kernels: so many of the longest of each step are kept."""
     layers, width, heads = sizes(device)
     segments, dilations = PATTERNS[pattern](context)
     models = {"": make_model(context, device, pattern), "torch_": make_model(context, device, pattern, plain=True)}
     step = make_step(context, dtype, device)
-    error = (step(models[""]) - step(models["torch_"])).abs().item()
-    failed = {}
-    if compile_too:
-        for name in ("", "torch_"):
-            candidate = compiled(models[name])
-            try:
-                step(candidate)
-                models[f"compiled_{name}"] = candidate
-            except Exception as problem:  # torch.compile fails in many ways, for want of a compiler for one
-                failed[f"compiled_{name}step"] = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
-    functions = {f"{name}step": (lambda model=model: step(model)) for name, model in models.items()}
-    seconds = alternate(functions, repeats, device)
     dtype_name = str(dtype).removeprefix("torch.")
+    measured: dict[str, dict] = {}
+    for shared in dict.fromkeys(variant.shared for variant in variants):
+        same = [one for one in variants if one.shared == shared]
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # switches are numbers, which would become sizes
+            group = measure(models, same, step, repeats, device, kernels)
+        for key, values in group.items():
+            measured.setdefault(key, {}).update(values)
+        print(*told(group), sep="\n", file=sys.stderr, flush=True)  # what comes later may not end
     if device == "cpu":
-        peak = {
-            f"{name}step": cpu_peak(str(context), dtype_name, pattern, "torch" if name else "ours") for name in ("", "torch_")
-        }
-    else:
-        peak = {name: gpu_peak(function, list(models.values())) for name, function in functions.items()}
-    median = {name: taken["median"] for name, taken in seconds.items()}
-    ratios = {name: median[name.replace("step", "torch_step")] / median[name]
-              for name in ("step", "compiled_step") if name.replace("step", "torch_step") in median and name in median}  # fmt: skip
-    ratios["best"] = min(value for name, value in median.items() if "torch" in name) / min(
-        value for name, value in median.items() if "torch" not in name
-    )
+        measured["peak_bytes"] = {
+            name: cpu_peak(str(context), dtype_name, pattern, whose)
+            for name, whose in (("step", "ours"), ("torch_step", "torch")) if name in measured["seconds"]
+        }  # fmt: skip
+    median = {name: taken["median"] for name, taken in measured["seconds"].items()}
+    sides = [[value for name, value in median.items() if ("torch" in name) is theirs] for theirs in (True, False)]
+    if all(sides):
+        measured["times_faster_than_torch"]["best"] = min(sides[0]) / min(sides[1])
     return {
         "what": "LongNetLM step",
         "device": device,
@@ -180,11 +231,7 @@ def bench_lm(context: int, repeats: int, dtype: torch.dtype, device: str, compil
         "heads": heads,
         "segments": segments,
         "dilations": dilations,
-        "largest_difference": error,
-        "seconds": seconds,
-        "failed": failed,
-        "peak_bytes": peak,
-        "times_faster_than_torch": ratios,
+        **measured,
     }
 
 

@@ -26,6 +26,37 @@ def gpu_seconds(function: Callable[[], object], calls: int) -> float:
     return begin.elapsed_time(end) / calls / 1000
 
 
+def gpu_profile(function: Callable[[], object], kernels: int = 0) -> dict[str, object]:
+    """host_seconds until a call returns while the GPU waits for it, busy_seconds of the GPU in a call, and the longest
+    kernels: name, how many, seconds of all."""
+    taken = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    ran = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    result = {"host_seconds": min(taken), **busy([(e.name, e.time_range.start, e.time_range.end) for e in ran])}
+    result["kernels"] = result["kernels"][:kernels]
+    return result if kernels else {key: value for key, value in result.items() if key != "kernels"}
+
+
+def busy(spans: list[tuple[str, float, float]]) -> dict[str, object]:
+    """Of kernels that may overlap, (name, begin, end) in microseconds: the time in which any ran, and each name's own."""
+    total, last = 0.0, float("-inf")
+    names: dict[str, list[float]] = {}
+    for name, begin, end in sorted(spans, key=lambda span: span[1]):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+        names.setdefault(name, []).append(end - begin)
+    longest = sorted(([name[:160], len(each), sum(each) * 1e-6] for name, each in names.items()), key=lambda row: -row[2])
+    return {"busy_seconds": total * 1e-6, "kernels": longest}
+
+
 def alternate(
     functions: dict[str, Callable[[], object]], repeats: int, device: str = "cpu"
 ) -> dict[str, dict[str, float]]:

@@ -11,10 +11,18 @@ from torch.nn import functional
 
 from .._errors import InvalidArgument
 from .dilated import DilatedAttention, ImprovedDilatedAttention
-from .options import autocast_once, check_dropout, hooked, inner_norm, integer, key_mask, surely, warn_once
-from .projected import FEWEST_ROWS, projected_attention
-
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
+from .options import (
+    PLAIN_TENSORS,
+    autocast_once,
+    check_dropout,
+    hooked,
+    inner_norm,
+    integer,
+    key_mask,
+    surely,
+    warn_once,
+)
+from .projected import EAGER_DEVICES, FEWEST_ROWS, projected_attention
 
 
 class _Multihead(nn.Module):
@@ -89,13 +97,15 @@ class _Multihead(nn.Module):
         fewest = FEWEST_ROWS.get(query.device.type)
         if fewest is None or key is not value or query.dtype is torch.float64:
             return False
+        if query.device.type not in EAGER_DEVICES and not torch.compiler.is_compiling():
+            return False
         if not surely(query.shape[0] * query.shape[1] >= fewest):
             return False
         if type(self.attention) not in (DilatedAttention, ImprovedDilatedAttention) or hooked(self.attention):
             return False
         layers = self._layers()
         return all(
-            type(layer) is nn.Linear and type(layer.weight) in _PLAIN_TENSORS and not hooked(layer)
+            type(layer) is nn.Linear and type(layer.weight) in PLAIN_TENSORS and not hooked(layer)
             and (layer.bias is None) == (layers[0].bias is None)
             for layer in layers
         )  # fmt: skip

@@ -18,6 +18,12 @@ _SCALE_BASE = 512
 _ANGLE_BASE = 10000.0
 
 
+def _per_entry(numbers: int | list[int], device: torch.device) -> int | Tensor:
+    """One number for all batch entries, or a column of them. A number stays one: a copy to a GPU would wait for all that
+    runs there, and could be in no graph."""
+    return torch.tensor(numbers, device=device)[:, None] if isinstance(numbers, list) else numbers
+
+
 class Positions(nn.Module):
     """What LongNetLM adds to embeddings [batch, tokens, width]: themselves, turned by their position."""
 
@@ -54,17 +60,17 @@ class Positions(nn.Module):
             return torch.zeros_like(x)
         tokens = x.shape[1]
         work = torch.float64 if x.dtype is torch.float64 else torch.float32
-        starts = first if isinstance(first, list) else [first]
-        lengths = [start + tokens for start in starts] if length is None else length if isinstance(length, list) else [length]
-        position = torch.arange(tokens, device=x.device) + torch.tensor(starts, device=x.device)[:, None]
+        position = torch.arange(tokens, device=x.device) + _per_entry(first, x.device)
         pairs = self.width // 2
         frequency = _ANGLE_BASE ** -(torch.arange(pairs, dtype=torch.float64, device=x.device) / pairs)
         angle = ((position[..., None] * frequency) % (2 * math.pi)).to(work)
         sine, cosine = angle.sin(), angle.cos()
         if self.kind == "xpos":
-            self._check_length(max(lengths), x.dtype)
-            middle = torch.tensor([math.ceil(count / 2) for count in lengths], device=x.device)
-            centred = (position - middle[:, None]).to(work) / _SCALE_BASE
+            if length is None:
+                length = [start + tokens for start in first] if isinstance(first, list) else first + tokens
+            self._check_length(max(length) if isinstance(length, list) else length, x.dtype)
+            middle = [math.ceil(count / 2) for count in length] if isinstance(length, list) else math.ceil(length / 2)
+            centred = (position - _per_entry(middle, x.device)).to(work) / _SCALE_BASE
             scale = self._bases(x.device).to(work) ** centred[..., None]
             sine, cosine = sine * scale, cosine * scale
         even, odd = x[..., ::2].to(work), x[..., 1::2].to(work)

@@ -28,6 +28,8 @@ from .options import autocast_once, surely
 
 # With fewer rows the host takes longer for these calls than a device for what they save.
 FEWEST_ROWS = {"cpu": 4096, "cuda": 16384}
+# Where they pay outside of compiled graphs, too: a GPU waits for what stands around them there.
+EAGER_DEVICES = {"cpu"}
 
 # Columns of ones after the inputs: a weight for the first of them is the bias, and its gradient comes with that of the
 # others. torch would fill outputs in steps with the bias first, and sum their gradients once more. Rows should begin

@@ -1,6 +1,7 @@
 // What the GPU engine promises besides results: one launch, no allocation, graphs, streams, bits, and errors that say
 // what to do. The host part of each runs everywhere; the rest skips aloud without a GPU.
 #include <cstring>
+#include <memory>
 #include <thread>
 
 #include "gpu/device_case.h"
@@ -246,6 +247,49 @@ TEST(GpuEngine, EightThreadsOnEightStreams) {
     EXPECT_EQ(got.out, want.out);
     EXPECT_EQ(got.dq, want.dq);
     EXPECT_EQ(got.dv, want.dv);
+  }
+}
+
+/// Blocks take items off counters that launches of one stream share; more streams than have counters, and a graph among
+/// them, whose replays use others.
+TEST(GpuEngine, ManyStreamsAtOnceAndGraphsBetween) {
+  LONGSPAN_NEEDS_GPU();
+  constexpr std::size_t kStreams = 140;
+  for (const Pattern& pattern : {Pattern::dense(), Pattern::longnet({512, 2048}, {1, 2})}) {
+    Options options;
+    options.causal = true;
+    const Case c(pattern, options, {1, 2048, 32, 32, 8}, DType::bf16);
+    const Attention attention(pattern, options);
+    DeviceCase alone(c);
+    alone.forward(attention, alone.call());
+    const Results want = alone.download();
+    std::vector<Stream> streams(kStreams);
+    std::vector<std::unique_ptr<DeviceCase>> cases;
+    for (std::size_t i = 0; i < kStreams; ++i) cases.push_back(std::make_unique<DeviceCase>(c));
+    const OwnWorkspace workspace(attention, cases[0]->problem());
+    Call captured = cases[0]->call();
+    captured.stream = streams[0].get();
+    workspace.lend(captured);
+    cudaGraph_t graph = capture(streams[0].get(), [&] { cases[0]->forward(attention, captured); });
+    cudaGraphExec_t executable = nullptr;
+    expect_success(cudaGraphInstantiate(&executable, graph, 0));
+    for (int repeat = 0; repeat < 4; ++repeat) {
+      for (const auto& device : cases) device->out.poison(), device->lse.poison();
+      expect_success(cudaDeviceSynchronize());
+      for (std::size_t i = 0; i < kStreams; ++i) {
+        Call call = cases[i]->call();
+        call.stream = streams[i].get();
+        if (i == 0 && repeat % 2 == 1) expect_success(cudaGraphLaunch(executable, streams[i].get()));
+        else cases[i]->forward(attention, call);
+      }
+      for (std::size_t i = 0; i < kStreams; ++i) {
+        const Results& got = cases[i]->download();
+        EXPECT_TRUE(got.out == want.out && got.lse == want.lse)
+            << pattern.to_string() << ", stream " << i << ", repeat " << repeat;
+      }
+    }
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
   }
 }
 

@@ -13,6 +13,7 @@ inline constexpr int kMaxWork = 24;
 inline constexpr int kMaxRanges = 8;
 inline constexpr int kMaxPieces = 8;
 inline constexpr int kFillRows = 256;
+inline constexpr int kCounterWords = 256;  // of a stream (counters.h)
 
 /// A tensor [batch, row, head, column]; strides in elements.
 struct Rows {
@@ -108,6 +109,7 @@ struct Launch {
   float* dv_sum;
   unsigned* ticket;    // next item, when items must start in order
   unsigned* finished;  // items done per range, entry and head
+  unsigned* leaving;   // see counters.h; null: nothing has to be left at zero
   float scale, output_scale, keep_factor;
   float dscore_scale, sum_scale;  // backward: their product is scale; see prepare.cpp
   std::uint32_t drop_threshold;

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "kernels/cuda/adaptive.h"
+#include "kernels/cuda/counters.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/mask_lists.h"
@@ -434,10 +435,14 @@ void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, cons
   add_lists(launch, a, space, tiling);
   const auto run_part = [&](Launch& part) {
     if (part.merges) {
-      part.ticket = reinterpret_cast<unsigned*>(a.workspace + space.counters);
+      const CounterRequest request{static_cast<cudaStream_t>(a.call.stream),
+                                   1 + static_cast<std::int64_t>(part.range_count) * part.branch_count * part.batch *
+                                           part.heads,
+                                   reinterpret_cast<unsigned*>(a.workspace + space.counters), space.counters_bytes};
+      const Counters counters = tiling.restores ? resting_counters(request) : cleared_counters(request);
+      part.leaving = counters.leaving;
+      part.ticket = counters.first;
       part.finished = part.ticket + 1;
-      check(cudaMemsetAsync(part.ticket, 0, space.counters_bytes, static_cast<cudaStream_t>(a.call.stream)),
-            "clearing counters");
     }
     run(part);
   };

@@ -18,6 +18,7 @@ struct Tiling {
   bool parts = false;         // under a causal mask, long tiles of every branch before short ones of any
   bool splits = false;        // by_keys: long lists of a block mask as several items, which add up
   bool masks_chosen = false;  // adaptive masks are those of an earlier launch of the call
+  bool restores = false;      // the kernel leaves counters as it found them (counters.h)
   int branch = kEveryBranch;  // or the only one
 };
 

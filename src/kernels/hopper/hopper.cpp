@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kernels/cuda/call.h"
+#include "kernels/cuda/counters.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/prepare.h"
@@ -91,7 +92,7 @@ void forward(const ForwardArguments& a) {
   if (!make_maps(launch, a, choice)) return cuda::forward_matrix(a);  // rows that repeat or run backwards in memory
   const bool counts = !takes_turns(a.plan);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
-  cuda::for_each_launch(a, {choice.groups * kGroupRows, false}, true, [&](cuda::Launch& base) {
+  cuda::for_each_launch(a, {.rows = choice.groups * kGroupRows, .restores = true}, true, [&](cuda::Launch& base) {
     if (base.items == 0) return;
     launch.base = base;
     launch.items = static_cast<unsigned>(base.items);
@@ -111,8 +112,10 @@ void forward(const ForwardArguments& a) {
         std::min<std::int64_t>(multiprocessors(problem), (std::max(taken, launch.fill_items) + streams - 1) / streams));
     launch.ticket = base.ticket;
     if (counts && !launch.ticket) {
-      launch.ticket = reinterpret_cast<unsigned*>(a.workspace + cuda::layout(a.plan, Pass::forward, true).total);
-      cuda::check(cudaMemsetAsync(launch.ticket, 0, sizeof(unsigned), stream), "clearing a counter");
+      const auto own = reinterpret_cast<unsigned*>(a.workspace + cuda::layout(a.plan, Pass::forward, true).total);
+      const cuda::Counters counters = cuda::resting_counters({stream, 1, own, sizeof(unsigned)});
+      launch.base.leaving = counters.leaving;
+      launch.ticket = counters.first;
     }
     // Off a counter items are better taken late, but strands of few tiles leave little time to look them up.
     launch.ahead = !launch.ticket ? 4 : choice.groups == 4 || choice.lists ? 3 : 2;

@@ -129,6 +129,18 @@ struct Producer {
       __syncwarp();
     }
   }
+  /// After the last of this stream's items: the last stream of all leaves the counters as it found them.
+  __device__ __forceinline__ void leave(int lane) const {
+    if (!a.base.leaving) return;
+    unsigned before = 0;
+    if (lane == 0) {
+      __threadfence();
+      before = atomicAdd(a.base.leaving, 1u);
+      __threadfence();
+    }
+    if (__shfl_sync(~0u, before, 0) + 1 < workers()) return;
+    for (int i = lane; i < cuda::kCounterWords; i += kWarpThreads) a.base.leaving[i] = 0;
+  }
   /// Keeps tasks ready for the loads and for the consumers.
   __device__ __forceinline__ void schedule(int lane) const {
     const std::uint32_t ahead = static_cast<std::uint32_t>(a.ahead);
@@ -143,7 +155,7 @@ struct Producer {
         for (std::uint32_t number = count < ahead ? 0 : count - ahead + 1; number < count; ++number)
           await_done(number, lane);
       }
-      return;
+      return leave(lane);
     }
   }
 

@@ -7,14 +7,14 @@ torch = pytest.importorskip("torch")
 from longspan.bench import language_model as lm
 from longspan.bench.timing import busy
 from longspan.bench.variants import Variant, prepare
-from longspan.torch import fused_norm, multihead, projected
+from longspan.torch import multihead, projected
 
 
 def test_variants_are_read_and_named():
     names = {"eager": "", "layers": "compiled_", "model:captured": "model:captured_", "layers+joint": "layers+joint_"}
     assert {name: Variant.parse(name).prefix for name in names} == names
-    both = Variant.parse("model:reduce-overhead+separate+plain-norm")
-    assert both == Variant("model", "reduce-overhead", ("separate", "plain-norm"))
+    both = Variant.parse("model:reduce-overhead+separate")
+    assert both == Variant("model", "reduce-overhead", ("separate",))
     assert both.shared == Variant("model", "reduce-overhead") and both.in_graphs
     wrongs = {
         "fast": "scope 'fast'", "layers:fast": "mode 'fast'", "layers+fast": "switch 'fast'",
@@ -30,17 +30,17 @@ def test_switches_hold_during_a_step_alone(monkeypatch):
     seen = []
 
     def step(model):
-        seen.append((projected.FEWEST_ROWS["cpu"], "cpu" in multihead.EAGER_DEVICES, fused_norm.FEWEST_ROWS))
+        seen.append((projected.FEWEST_ROWS["cpu"], "cpu" in multihead.EAGER_DEVICES))
         return lm.make_step(32, torch.float32, "cpu")(model)
 
-    before = dict(projected.FEWEST_ROWS), set(projected.EAGER_DEVICES), fused_norm.FEWEST_ROWS
+    before = dict(projected.FEWEST_ROWS), set(projected.EAGER_DEVICES)
     losses = [
         prepare(Variant.parse(f"eager{switches}"), lm.make_model(32, "cpu", "thirds"), step, "cpu")().item()
-        for switches in ("", "+joint", "+separate+plain-norm")
+        for switches in ("", "+joint", "+separate")
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0] == pytest.approx(losses[2], abs=1e-5)
-    assert seen[::2] == [(4096, True, 4096), (0, True, 4096), (1 << 62, True, 1 << 62)]
-    assert before == (projected.FEWEST_ROWS, projected.EAGER_DEVICES, fused_norm.FEWEST_ROWS)
+    assert seen[::2] == [(4096, True), (0, True), (1 << 62, True)]
+    assert before == (projected.FEWEST_ROWS, projected.EAGER_DEVICES)
 
 
 def test_results_have_both_sides_of_each_variant(monkeypatch):

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from longspan.torch import LongNetLM, fused_norm, projected
+from longspan.torch import LongNetLM, projected
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ SCOPES = ("eager", "layers", "model")
 CAPTURED = "captured"
 #: torch.compile's modes, and a CUDA graph of the whole step.
 MODES = ("", CAPTURED, "reduce-overhead", "max-autotune-no-cudagraphs")
-#: Projections and attention together or apart, and torch's own activation and norm, whatever the modules would choose.
-SWITCHES = ("joint", "separate", "plain-norm")
+#: Projections and attention together or apart, whatever the modules would choose.
+SWITCHES = ("joint", "separate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +60,17 @@ class Variant:
 
 @contextlib.contextmanager
 def _switched(switches: tuple[str, ...], device: str) -> Iterator[None]:
-    rows, eager, norm_rows = dict(projected.FEWEST_ROWS), set(projected.EAGER_DEVICES), fused_norm.FEWEST_ROWS
+    rows, eager = dict(projected.FEWEST_ROWS), set(projected.EAGER_DEVICES)
     try:
         if "joint" in switches:
             projected.FEWEST_ROWS[device] = 0
             projected.EAGER_DEVICES.add(device)
         if "separate" in switches:
             projected.FEWEST_ROWS[device] = 1 << 62
-        if "plain-norm" in switches:
-            fused_norm.FEWEST_ROWS = 1 << 62
         yield
     finally:
         projected.FEWEST_ROWS.update(rows)
         projected.EAGER_DEVICES.intersection_update(eager)
-        fused_norm.FEWEST_ROWS = norm_rows
 
 
 def _capture(run: Callable[[], Tensor], model: LongNetLM) -> Callable[[], Tensor]:

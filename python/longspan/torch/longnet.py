@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .._errors import InvalidArgument
 from .cache import DilatedCache, JoinedCaches
-from .fused_norm import can_fuse, relu_norm
 from .multihead import MultiheadDilatedAttention
-from .options import check_dropout, finite, hooked, inner_norm, integer, integers
+from .options import check_dropout, finite, inner_norm, integer, integers
 from .positions import Positions
 from .sampling import Sampler
 
@@ -103,13 +102,8 @@ class _Layer(nn.Module):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         outer, inner = (getattr(self, name) for name in self._feed_forward_norms)
-        hidden = self.linear1(outer(x))
-        drops = self.dropout.training and self.dropout.p > 0 or hooked(self.dropout)
-        if not drops and can_fuse(inner, self.activation, hidden):
-            hidden = relu_norm(inner, hidden)
-        else:
-            hidden = inner_norm(inner, self.dropout(self.activation(hidden)))
-        return self.dropout(self.linear2(hidden))
+        hidden = self.dropout(self.activation(self.linear1(outer(x))))
+        return self.dropout(self.linear2(inner_norm(inner, hidden)))
 
 
 class DilatedTransformerEncoderLayer(_Layer):

@@ -435,10 +435,10 @@ void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, cons
   add_lists(launch, a, space, tiling);
   const auto run_part = [&](Launch& part) {
     if (part.merges) {
-      const CounterRequest request{static_cast<cudaStream_t>(a.call.stream),
-                                   1 + static_cast<std::int64_t>(part.range_count) * part.branch_count * part.batch *
-                                           part.heads,
-                                   reinterpret_cast<unsigned*>(a.workspace + space.counters), space.counters_bytes};
+      const CounterRequest request{
+          static_cast<cudaStream_t>(a.call.stream),
+          1 + static_cast<std::int64_t>(part.range_count) * part.branch_count * part.batch * part.heads,
+          reinterpret_cast<unsigned*>(a.workspace + space.counters), space.counters_bytes};
       const Counters counters = tiling.restores ? resting_counters(request) : cleared_counters(request);
       part.leaving = counters.leaving;
       part.ticket = counters.first;

@@ -250,12 +250,14 @@ TEST(GpuEngine, EightThreadsOnEightStreams) {
   }
 }
 
-/// Blocks take items off counters that launches of one stream share; more streams than have counters, and a graph among
-/// them, whose replays use others.
+/// Blocks take items off counters that launches of one stream share: causal tiles, branches that wait for one another,
+/// and lists of blocks, two items side by side. More streams than have counters, and a graph, whose replays use others.
 TEST(GpuEngine, ManyStreamsAtOnceAndGraphsBetween) {
   LONGSPAN_NEEDS_GPU();
   constexpr std::size_t kStreams = 140;
-  for (const Pattern& pattern : {Pattern::dense(), Pattern::longnet({512, 2048}, {1, 2})}) {
+  const std::vector<Stream> streams(kStreams);
+  for (const Pattern& pattern : {Pattern::longnet({512, 2048}, {1, 2}), Pattern::dense(),
+                                 Pattern::block_sparse(BlockPattern::local_window(300, 64))}) {
     Options options;
     options.causal = true;
     const Case c(pattern, options, {1, 2048, 32, 32, 8}, DType::bf16);
@@ -263,7 +265,6 @@ TEST(GpuEngine, ManyStreamsAtOnceAndGraphsBetween) {
     DeviceCase alone(c);
     alone.forward(attention, alone.call());
     const Results want = alone.download();
-    std::vector<Stream> streams(kStreams);
     std::vector<std::unique_ptr<DeviceCase>> cases;
     for (std::size_t i = 0; i < kStreams; ++i) cases.push_back(std::make_unique<DeviceCase>(c));
     const OwnWorkspace workspace(attention, cases[0]->problem());

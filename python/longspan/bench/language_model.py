@@ -155,8 +155,8 @@ def measure(
     functions, loss = {}, {}
     for name, whose, variant in chosen:
         try:
-            before = reserved(device)
             model = copy.deepcopy(models[whose])
+            before = reserved(device)
             function = prepare(variant, model, step, device)
             loss[name] = function().item()
             functions[name] = function

@@ -11,18 +11,10 @@ from torch.nn import functional
 
 from .._errors import InvalidArgument
 from .dilated import DilatedAttention, ImprovedDilatedAttention
-from .options import (
-    PLAIN_TENSORS,
-    autocast_once,
-    check_dropout,
-    hooked,
-    inner_norm,
-    integer,
-    key_mask,
-    surely,
-    warn_once,
-)
+from .options import autocast_once, check_dropout, hooked, inner_norm, integer, key_mask, surely, warn_once
 from .projected import EAGER_DEVICES, FEWEST_ROWS, projected_attention
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 class _Multihead(nn.Module):
@@ -105,7 +97,7 @@ class _Multihead(nn.Module):
             return False
         layers = self._layers()
         return all(
-            type(layer) is nn.Linear and type(layer.weight) in PLAIN_TENSORS and not hooked(layer)
+            type(layer) is nn.Linear and type(layer.weight) in _PLAIN_TENSORS and not hooked(layer)
             and (layer.bias is None) == (layers[0].bias is None)
             for layer in layers
         )  # fmt: skip

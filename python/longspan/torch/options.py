@@ -26,9 +26,6 @@ _POOL_ARGUMENTS = frozenset(
 
 _TELLS_SIZES = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
 
-# Parameters of other types (shards, quantised ones) know themselves how layers use them.
-PLAIN_TENSORS = (Tensor, nn.Parameter)
-
 # Private, so it may be missing.
 _hooked_everywhere = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 

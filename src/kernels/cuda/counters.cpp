@@ -18,9 +18,7 @@ class Places {
     Device& on = devices_[device];
     if (const auto found = on.streams.find(stream); found != on.streams.end()) return found->second;
     if (on.streams.size() == kCounterStreams) return nullptr;
-    if (!on.memory) {
-      check(find_counters(&on.memory), "finding counters");
-    }
+    if (!on.memory) check(find_counters(&on.memory), "finding counters");
     unsigned* const place = on.memory + on.streams.size() * kCounterWords;
     on.streams.emplace(stream, place);
     return place;
@@ -37,7 +35,8 @@ class Places {
 
 /// Null where there are none.
 unsigned* place_of(cudaStream_t stream) {
-  static Places places;
+  static Places& places = *new Places;                // never destroyed: threads may launch while the process ends
+  if (stream == cudaStreamPerThread) return nullptr;  // one handle for a stream of each thread
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "asking whether a graph is captured");
   if (capture != cudaStreamCaptureStatusNone) return nullptr;

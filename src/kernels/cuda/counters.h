@@ -30,9 +30,9 @@ struct Counters {
 /// The call's own memory, cleared by a piece of work before the launch.
 Counters cleared_counters(const CounterRequest& request);
 
-/// The library's own on the current device, which are zero between launches, so that nothing has to come first: a
-/// launch begins about 5 us sooner. In graphs, whose replays come at any time, and where more words or streams are in
-/// use than there are, they are cleared_counters.
+/// The library's own on the current device, which are zero between launches, so that nothing has to come first. In
+/// graphs, whose replays come at any time, for more words than there are, and on streams after the first
+/// kCounterStreams they are cleared_counters.
 Counters resting_counters(const CounterRequest& request);
 
 }  // namespace longspan::cuda

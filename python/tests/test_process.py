@@ -33,9 +33,11 @@ def test_ctrl_c_stops_a_long_call_and_the_process_stays_usable(call):
     if call == "torch":
         pytest.importorskip("torch")
     code = f"""
+        import signal
         import time
         import numpy as np
         import longspan
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make what runs behind them ignore it
         if {call == "torch"}:
             import torch
             import longspan.torch as lt

@@ -154,9 +154,7 @@ class ForwardRun {
       });
     }
     Scheme::end();
-    for_each_span([&](const Span& span) {
-      for (std::int64_t i = 0; i < span.rows; ++i) finish(span.row + i, span.slot + i);
-    });
+    for_each_span([&](const Span& span) { finish_rows(span); });
   }
 
  private:
@@ -374,20 +372,38 @@ class ForwardRun {
     }
   }
 
+  /// Denominators and their logarithms a vector at a time, and rows to write fetched one vector ahead.
+  void finish_rows(const Span& span) {
+    for (std::int64_t at = 0; at < span.rows; at += kLanes) {
+      const std::int64_t count = std::min<std::int64_t>(kLanes, span.rows - at);
+      float sums[kLanes] = {}, logs[kLanes];
+      for (std::int64_t i = 0; i < count; ++i) sums[i] = sum_lanes(load(m_.sums + (span.slot + at + i) * kLanes));
+      store(natural_log(load(sums)), logs);
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t row = span.row + at + i;
+        if (row + kLanes < rows_.size() && shared_.out.data)
+          prefetch_row<true>(static_cast<const std::byte*>(shared_.out.data) + offset(shared_.out, row + kLanes),
+                             scheme_.row_bytes());
+        finish(row, span.slot + at + i, sums[i], logs[i]);
+      }
+    }
+  }
+
   /// Divides by the denominator, adds pad keys, mixes with earlier branches, writes.
-  void finish(std::int64_t row, std::int64_t slot) {
+  void finish(std::int64_t row, std::int64_t slot, float sum, float log_of_sum) {
     float* const out = m_.out + slot * scheme_.columns;
     const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
     // In double: at scores of 1e4 every rounding of an exponent costs a weight 1e-3.
     double exponent = m_.largest[slot] < kMaskedLimit ? 0.0 : static_cast<double>(m_.largest[slot]) * factor;  // base 2
-    float sum = sum_lanes(load(m_.sums + slot * kLanes)), weight = 1.0f;
+    float weight = 1.0f;
     if (task_.padding > 0) {
       const double raised = sum == 0.0f ? 0.0 : std::max(exponent, 0.0);
       weight = exp2_scalar(static_cast<float>(exponent - raised));
       sum = sum * weight + static_cast<float>(task_.padding) * exp2_scalar(static_cast<float>(-raised));
       exponent = raised;
+      log_of_sum = std::log(sum);
     }
-    float lse = sum == 0.0f ? -kInfinity : static_cast<float>(exponent * 0.693147180559945309 + std::log(sum));
+    float lse = sum == 0.0f ? -kInfinity : static_cast<float>(exponent * 0.693147180559945309 + log_of_sum);
     weight = sum == 0.0f ? 0.0f : weight / sum * shared_.output_scale * shared_.keep_factor;
     const std::int64_t head = rows_.head(row), target_row = q_row(row);
     if (shared_.delta.data) {

@@ -5,6 +5,7 @@
 #include "hwy/highway.h"
 #undef HWY_TARGET_STR
 #define HWY_TARGET_STR HWY_TARGET_STR_AVX3 ",avx512bf16,amx-tile,amx-bf16"
+#define LONGSPAN_CONVERTS_BF16  // by one instruction
 #include <sys/syscall.h>
 #include <unistd.h>
 

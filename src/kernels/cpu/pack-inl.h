@@ -42,8 +42,9 @@ HWY_INLINE void transpose_quad(const float* const* rows, std::int64_t unit, floa
   store(hn::BitCast(kFloat, hn::InterleaveUpper(pair, high01, high23)), target + 3 * stride);
 }
 
+template <bool kToWrite = false>
 HWY_INLINE void prefetch_row(const std::byte* row, std::int64_t bytes) {
-  for (std::int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(row + offset);
+  for (std::int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(row + offset, kToWrite);
 }
 
 /// rows[i] as floats, zero beyond the columns.

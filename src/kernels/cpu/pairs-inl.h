@@ -61,6 +61,12 @@ struct PairLayout {
   /// A row as it is, with the sign of a negative scale, zero beyond its columns.
   HWY_INLINE void copy_row(float* target, const std::byte* row, std::uint32_t sign) const {
     std::uint32_t* const units = reinterpret_cast<std::uint32_t*>(target);
+    if (head_dim == 2 * depth && depth % kLanes == 0) {
+      const __m512i flip = _mm512_set1_epi32(static_cast<int>(sign));
+      for (std::int64_t unit = 0; unit < depth; unit += kLanes)
+        _mm512_storeu_si512(units + unit, _mm512_xor_si512(_mm512_loadu_si512(row + unit * 4), flip));
+      return;
+    }
     const std::int64_t whole = head_dim / 2;
     std::memcpy(units, row, static_cast<std::size_t>(whole) * 4);
     std::int64_t unit = whole;

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/engine.h"
 #include "util/half.h"
@@ -98,6 +99,9 @@ HWY_INLINE V exp2(V x) {
 /// A scalar with the very bits that a lane of exp2 would have: corrections are the same whoever computes them.
 HWY_INLINE float exp2_scalar(float x) { return x <= -126.0f ? 0.0f : hn::GetLane(exp2<5>(broadcast(x))); }
 
+/// Natural logarithm; what is not finite stays as it is.
+HWY_INLINE V natural_log(V x) { return hn::IfThenElse(hn::IsFinite(x), hn::Log(kFloat, x), x); }
+
 // ---- storage: rows of float32, bfloat16 or float16, in and out
 
 HWY_INLINE V load_storage(const float* source) { return load(source); }
@@ -118,6 +122,9 @@ HWY_INLINE V load_storage(const Float16* source) {
 }
 HWY_INLINE void store_storage(V value, float* target) { store(value, target); }
 HWY_INLINE void store_storage(V value, BFloat16* target) {
+#if defined(LONGSPAN_CONVERTS_BF16)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value.raw)));
+#else
   // Round to nearest even by integers: Highway's own conversion truncates on some targets. NaN keeps its top bits.
   const hn::RebindToUnsigned<FloatTag> bits_tag;
   const auto bits = hn::BitCast(bits_tag, value);
@@ -128,6 +135,7 @@ HWY_INLINE void store_storage(V value, BFloat16* target) {
   const auto result = hn::ShiftRight<16>(hn::IfThenElse(is_nan, quiet, rounded));
   const hn::Rebind<std::uint16_t, FloatTag> half_tag;
   hn::StoreU(hn::DemoteTo(half_tag, hn::BitCast(kInt, result)), half_tag, reinterpret_cast<std::uint16_t*>(target));
+#endif
 }
 HWY_INLINE void store_storage(V value, Float16* target) {
 #if HWY_TARGET == HWY_SSE4

@@ -12,9 +12,9 @@ taken against float64 on the same inputs. With --block-sparse: block masks again
     python bench/gpu_vs_torch.py --quick 'dilated*' memory linear
     python bench/gpu_vs_torch.py --block-sparse --json bench/results/h200_block_sparse.json
 
-burst: median of 7 calls in a row after a pause of 0.25 s, each by its own events, better of two; sustained: back to back calls, median of three turns
-(a card in a long run sits at its power cap). Times include everything a call does: outputs of "longspan" and of peers
-are allocated by torch.
+burst: median of 7 calls in a row after a pause of 0.25 s, each by its own events, better of two; sustained: back to
+back calls, median of three turns (a card in a long run sits at its power cap). Times include everything a call does:
+outputs of "longspan" and of peers are allocated by torch.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ shards() { # test, processes: they share its cases
   local i
   for ((i = 0; i < $2; i++)); do
     # Few threads each: what they wait for is the reference, and there are more of them than cores.
-    OMP_NUM_THREADS=2 GTEST_TOTAL_SHARDS=$2 GTEST_SHARD_INDEX=$i run "$1.$i" 290 "$programs/$1" &
+    OMP_NUM_THREADS=2 GTEST_TOTAL_SHARDS=$2 GTEST_SHARD_INDEX=$i run "$1.$i" 400 "$programs/$1" &
   done
 }
 

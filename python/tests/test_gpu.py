@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan.torch as lt
 import oracle
 from longspan.bench import language_model
-from longspan.bench.variants import Variant, prepare
+from longspan.bench.variants import Variant, captured, prepare
 from longspan.torch import multihead, projected
 
 WHY_NOT = "torch sees no GPU" if not torch.cuda.is_available() else longspan.info()["why_no_gpu"]
@@ -221,20 +221,6 @@ def test_several_streams_at_once():
     torch.cuda.synchronize()
     for want, got in zip(wanted, results):
         assert all(torch.equal(want, one) for one in got)
-
-
-def captured(step):
-    """A graph of step, warmed up as torch wants it, and what step returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    return graph, result
 
 
 @pytest.mark.parametrize("pattern", [GROUPS, MIXED], ids=["groups", "mixed"])

@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from longspan.torch import LongNetLM, projected
 
 import torch
 from torch import Tensor
 
+Result = TypeVar("Result")
 SCOPES = ("eager", "layers", "model")
 CAPTURED = "captured"
 #: torch.compile's modes, and a CUDA graph of the whole step.
@@ -73,24 +75,20 @@ def _switched(switches: tuple[str, ...], device: str) -> Iterator[None]:
         projected.EAGER_DEVICES.intersection_update(eager)
 
 
-def _capture(run: Callable[[], Tensor], model: LongNetLM) -> Callable[[], Tensor]:
-    """A graph of the whole step. Steps on a stream of their own come first, as torch's notes on graphs have it."""
+def captured(step: Callable[[], Result], before: Callable[[], object] = lambda: None) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of a step and what the step returned. Steps on a stream of their own come first, as torch's notes on graphs
+    have it, then `before`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            run()
+            step()
     torch.cuda.current_stream().wait_stream(stream)
-    model.zero_grad()  # gradients of a graph are its own memory
+    before()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = run()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
+        result = step()
+    return graph, result
 
 
 def prepare(
@@ -110,7 +108,13 @@ def prepare(
             return step(model)
 
     if variant.mode == CAPTURED:
-        return _capture(run, model)
+        graph, loss = captured(run, model.zero_grad)  # gradients of a graph are its own memory
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
     for _ in range(3 if variant.in_graphs else 1):  # torch warms up, then records, then replays
         run()
     return run

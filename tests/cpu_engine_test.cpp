@@ -122,9 +122,13 @@ TEST_P(CpuEngine, StretchesOfMaskedKeys) {
   }
 }
 
+// With the usual scale and a negative one, whose sign packed queries carry.
 TEST_P(CpuEngine, EveryHeadDimension) {
-  for (const std::int64_t head_dim : {1, 2, 7, 8, 15, 16, 17, 31, 33, 40, 63, 65, 96, 127, 200, 255, 256}) {
-    Case(Pattern::dilated({32, 64}, {1, 2}), {}, {1, 70, 2, 2, head_dim}, GetParam()).expect_matches();
+  Options negative;
+  negative.scale = -0.2;
+  for (const Options& options : {Options{}, negative}) {
+    for (const std::int64_t head_dim : {1, 2, 7, 8, 15, 16, 17, 31, 33, 40, 63, 64, 65, 96, 127, 200, 255, 256})
+      Case(Pattern::dilated({32, 64}, {1, 2}), options, {1, 70, 2, 2, head_dim}, GetParam()).expect_matches();
   }
 }
 
@@ -139,6 +143,7 @@ TEST_P(CpuEngine, NaNAndInfinityStayInTheirStrand) {
     for (std::int64_t row = 0; row < 256; ++row) {
       for (std::int64_t head = 0; head < 2; ++head) {
         if (head == 0 && row >= 64 && row < 192) continue;
+        ASSERT_EQ(want.lse.at(0, row, head), got.lse.at(0, row, head)) << kernel << " row " << row;
         for (std::int64_t d = 0; d < 32; ++d) {
           ASSERT_EQ(want.out.at(0, row, head, d), got.out.at(0, row, head, d)) << kernel << " row " << row;
           ASSERT_EQ(want.dq.at(0, row, head, d), got.dq.at(0, row, head, d)) << kernel << " row " << row;
@@ -148,6 +153,7 @@ TEST_P(CpuEngine, NaNAndInfinityStayInTheirStrand) {
       }
     }
     EXPECT_TRUE(std::isnan(got.out.at(0, 64, 0, 0))) << kernel;
+    EXPECT_TRUE(std::isnan(got.lse.at(0, 64, 0))) << kernel;
   }
 }
 

@@ -358,7 +358,10 @@ TEST_P(Bits, NaNStaysInItsStrandAndReachesAllOfIt) {
   Case query(Pattern::dense(), {}, {1, 40, 1, 1, 16}, dtype());
   query.q.set(0, 7, 0, 0, std::nan(""));
   const Results r = query.run(kernel(), false);
-  for (std::int64_t row = 0; row < 40; ++row) EXPECT_EQ(std::isnan(r.out.at(0, row, 0, 0)), row == 7) << row;
+  for (std::int64_t row = 0; row < 40; ++row) {
+    EXPECT_EQ(std::isnan(r.out.at(0, row, 0, 0)), row == 7) << row;
+    EXPECT_EQ(std::isnan(r.lse.at(0, row, 0)), row == 7) << row;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryKernel, Bits,

@@ -12,7 +12,7 @@ taken against float64 on the same inputs. With --block-sparse: block masks again
     python bench/gpu_vs_torch.py --quick 'dilated*' memory linear
     python bench/gpu_vs_torch.py --block-sparse --json bench/results/h200_block_sparse.json
 
-burst: median of 7 calls after a pause of 0.25 s, better of two; sustained: back to back calls, median of three turns
+burst: median of 7 calls in a row after a pause of 0.25 s, each by its own events, better of two; sustained: back to back calls, median of three turns
 (a card in a long run sits at its power cap). Times include everything a call does: outputs of "longspan" and of peers
 are allocated by torch.
 """
@@ -32,7 +32,7 @@ from pathlib import Path
 import longspan
 import longspan.torch as lt  # before torch itself: says what is missing
 from longspan.bench.composition import longnet_composition
-from longspan.bench.timing import gpu_facts, gpu_seconds, without_folders
+from longspan.bench.timing import gpu_facts, gpu_seconds, gpu_seconds_of_each, without_folders
 from longspan.torch.operator import raw_tensor
 
 import torch
@@ -151,7 +151,7 @@ def timed(body: Callable[[], object], calls: int) -> float:
 
 def burst(body: Callable[[], object]) -> float:
     time.sleep(0.25)
-    return statistics.median(timed(body, 1) for _ in range(7))
+    return statistics.median(gpu_seconds_of_each(body, 7)) * 1e3
 
 
 def take_turns(bodies: dict[str, Callable[[], object]], quick: bool) -> dict[str, dict[str, float]]:

@@ -25,11 +25,12 @@ import torch
 
 def rows() -> list[bench.Row]:
     result = []
-    for causal in (False, True):
-        suffix = "_causal" if causal else ""
-        for head_dim in (64, 128):
-            result.append(bench.Row(f"dense_4k_d{head_dim}{suffix}", 4096, 4, head_dim, (4096,), (1,), causal))
-        result.append(bench.Row(f"dilated_8k{suffix}", 8192, 8, 64, (2048, 4096, 8192), (1, 2, 4), causal))
+    for dtype, kind in ((torch.bfloat16, ""), (torch.float16, "_f16")):
+        for causal in (False, True):
+            suffix = kind + ("_causal" if causal else "")
+            shapes = [(f"dense_4k_d{head_dim}", 4096, 4, head_dim, (4096,), (1,)) for head_dim in (64, 128)]
+            shapes.append(("dilated_8k", 8192, 8, 64, (2048, 4096, 8192), (1, 2, 4)))
+            result += [bench.Row(name + suffix, *shape, causal, dtype=dtype) for name, *shape in shapes]
     return result
 
 

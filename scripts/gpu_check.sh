@@ -5,6 +5,7 @@
 # PROGRAMS holds longspan, longspan_gpu_bench and the tests of tests/gpu. Python steps need torch, pytest and the longspan
 # package on PYTHONPATH. Steps, all without any:
 #   tests      tests of label gpu
+#   commands   every command on the GPU
 #   python     pytest -m gpu
 #   check      longspan check --random 1000: every kernel, then the Hopper kernels alone on other cases
 #   sanitizer  compute-sanitizer on a reduced set
@@ -17,7 +18,7 @@
 #   peers      bench/gpu_vs_torch.py, the kernels chosen and the portable ones alone
 #   blocks     bench/gpu_vs_torch.py --block-sparse
 #   ring       rings on the GPU compared with one GPU; bench/ring.py local and gpu, which write RESULTS/ring_*.json
-# The first four run side by side, several processes each; what measures runs alone. Logs go to RESULTS/logs, and
+# The first five run side by side, several processes each; what measures runs alone. Logs go to RESULTS/logs, and
 # bench/gpu_report.py makes RESULTS/h200_*.json of them.
 set -uo pipefail
 
@@ -26,7 +27,7 @@ programs=$(cd "${1:?folder with the built programs}" && pwd)
 mkdir -p "${2:?folder for results}/logs"
 results=$(cd "$2" && pwd)
 shift 2
-steps=${*:-tests python check sanitizer bench backward profile modules lm peers blocks ring}
+steps=${*:-tests commands python check sanitizer bench backward profile modules lm peers blocks ring}
 logs=$results/logs
 failed=$logs/failed
 : >"$failed"
@@ -60,6 +61,9 @@ step_tests() {
       *) shards "${test##*/}" 1 ;;
     esac
   done
+}
+step_commands() {
+  run commands 200 bash "$repository/tests/cli/gpu.sh" "$programs/longspan" "$logs/commands" &
 }
 step_python() {
   (cd "$repository" && run pytest 240 python3 -m pytest -q -m gpu -p no:cacheprovider python/tests/test_gpu.py \

@@ -179,21 +179,24 @@ class Pool {
     }
   }
 
-  /// A job that still has items and room, with a place taken in it; call with the mutex held.
+  /// The job with the fewest workers among those that still have items and room, so that ranks of a local ring come on
+  /// alike; a place is taken in it. Call with the mutex held.
   Job* join(int& worker) {
+    Job* chosen = nullptr;
     for (Job* job = jobs_; job; job = job->following) {
       if (job->places > 0 && working_.load(std::memory_order_relaxed) < job->threads &&
-          job->next.load(std::memory_order_relaxed) < job->items && !job->stop.load(std::memory_order_relaxed)) {
-        --job->places;
-        worker = 1;
-        while (job->taken[static_cast<std::size_t>(worker)]) ++worker;
-        job->taken.set(static_cast<std::size_t>(worker));
-        working_.fetch_add(1, std::memory_order_relaxed);
-        job->active.fetch_add(1, std::memory_order_relaxed);
-        return job;
-      }
+          job->next.load(std::memory_order_relaxed) < job->items && !job->stop.load(std::memory_order_relaxed) &&
+          (!chosen || job->active.load(std::memory_order_relaxed) < chosen->active.load(std::memory_order_relaxed)))
+        chosen = job;
     }
-    return nullptr;
+    if (!chosen) return nullptr;
+    --chosen->places;
+    worker = 1;
+    while (chosen->taken[static_cast<std::size_t>(worker)]) ++worker;
+    chosen->taken.set(static_cast<std::size_t>(worker));
+    working_.fetch_add(1, std::memory_order_relaxed);
+    chosen->active.fetch_add(1, std::memory_order_relaxed);
+    return chosen;
   }
 
   void serve() {

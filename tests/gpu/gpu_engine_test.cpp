@@ -67,11 +67,23 @@ struct OwnWorkspace {
   DeviceBuffer buffer;
 };
 
-TEST(GpuEngine, ForwardIsOneLaunchAndGraphsReplay) {
+/// What both 16-bit kernels promise.
+class GpuKernels : public ::testing::TestWithParam<const char*> {
+ protected:
+  static Options with_kernel() {
+    Options options;
+    options.kernel = GetParam();
+    return options;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Each, GpuKernels, ::testing::Values("", "cuda-mma"),
+                         [](const auto& test) { return std::string(*test.param ? "portable" : "chosen"); });
+
+TEST_P(GpuKernels, ForwardIsOneLaunchAndGraphsReplay) {
   LONGSPAN_NEEDS_GPU();
   for (const Pattern& pattern : {Pattern::dense(), kGroups, kMixed}) {
     const Case c = small(pattern);
-    const Attention attention(pattern, {});
+    const Attention attention(pattern, with_kernel());
     DeviceCase eager(c), replayed(c);
     eager.forward(attention, eager.call());
     eager.backward(attention, eager.call());
@@ -191,11 +203,11 @@ TEST(GpuEngine, EmptyRangesChangeNothing) {
   }
 }
 
-TEST(GpuEngine, SteadyStateAllocatesNothing) {
+TEST_P(GpuKernels, SteadyStateAllocatesNothing) {
   LONGSPAN_NEEDS_GPU();
   for (const Pattern& pattern : {kGroups, kMixed}) {
     const Case c = small(pattern);
-    const Attention attention(pattern, {});
+    const Attention attention(pattern, with_kernel());
     DeviceCase device(c);
     const Call call = device.call();
     const auto step = [&] {
@@ -216,10 +228,10 @@ TEST(GpuEngine, SteadyStateAllocatesNothing) {
   }
 }
 
-TEST(GpuEngine, EightThreadsOnEightStreams) {
+TEST_P(GpuKernels, EightThreadsOnEightStreams) {
   LONGSPAN_NEEDS_GPU();
   const Case c = small(kMixed);
-  Options options;
+  Options options = with_kernel();
   options.deterministic = true;
   const Attention attention(kMixed, options);
   DeviceCase alone(c);
@@ -295,11 +307,11 @@ TEST(GpuEngine, ManyStreamsAtOnceAndGraphsBetween) {
 }
 
 /// Bits of a row do not depend on the rows computed with it.
-TEST(GpuEngine, ForwardBitsOfARowAreItsOwn) {
+TEST_P(GpuKernels, ForwardBitsOfARowAreItsOwn) {
   LONGSPAN_NEEDS_GPU();
   for (const bool causal : {false, true}) {
     for (const Pattern& pattern : {Pattern::dense(), kGroups, kMixed}) {
-      Options options;
+      Options options = with_kernel();
       options.causal = causal;
       const Case whole(pattern, options, {1, 777, 4, 4, 64}, DType::bf16);
       Case part(pattern, options, {1, 777, 4, 4, 64}, DType::bf16, Layout::bnhd, {{333, 300}});
@@ -422,6 +434,20 @@ TEST(GpuEngine, EmptyProblems) {
     EXPECT_NO_THROW(device.forward(attention, device.call()));
     EXPECT_NO_THROW(device.backward(attention, device.call()));
     expect_success(cudaDeviceSynchronize());
+  }
+}
+
+TEST(GpuErrors, EarlierErrorsAreTheCallers) {
+  LONGSPAN_NEEDS_GPU();
+  for (const Pattern& pattern : {kGroups, kMixed}) {
+    const Case c = small(pattern);
+    const Attention attention(pattern, {});
+    DeviceCase device(c);
+    EXPECT_EQ(cudaSetDevice(1 << 20), cudaErrorInvalidDevice);  // nobody looks at it
+    device.forward(attention, device.call());
+    device.backward(attention, device.call());
+    EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidDevice) << "cleared, or taken for an error of the call";
+    device.download();
   }
 }
 

@@ -7,8 +7,12 @@
 
 #include <algorithm>
 
+#include "kernels/cuda/run_kernel.cuh"
+
 namespace longspan::gpu {
 namespace {
+
+using cuda::run_kernel;
 
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 
@@ -159,53 +163,48 @@ unsigned blocks(std::int64_t items, std::int64_t per_block) {
 cudaError_t start_pack(char* payload, const MessageRuns& runs, const Places& k, const Places& v, int bytes,
                        bool aligned, cudaStream_t stream) {
   const unsigned count = blocks(runs.pairs * runs.batch, kWarps);
-  if (aligned) pack_rows<uint4><<<count, kThreads, 0, stream>>>(payload, runs, k, v, bytes / 16);
-  else pack_rows<std::uint16_t><<<count, kThreads, 0, stream>>>(payload, runs, k, v, bytes / 2);
-  return cudaGetLastError();
+  if (aligned) return run_kernel(pack_rows<uint4>, count, kThreads, 0, stream, payload, runs, k, v, bytes / 16);
+  return run_kernel(pack_rows<std::uint16_t>, count, kThreads, 0, stream, payload, runs, k, v, bytes / 2);
 }
 
 cudaError_t start_add(const float* payload, const MessageRuns& runs, const Places& dk, const Places& dv, int columns,
                       cudaStream_t stream) {
-  add_rows<<<blocks(runs.pairs * runs.batch, kWarps), kThreads, 0, stream>>>(payload, runs, dk, dv, columns);
-  return cudaGetLastError();
+  return run_kernel(add_rows, blocks(runs.pairs * runs.batch, kWarps), kThreads, 0, stream, payload, runs, dk, dv,
+                    columns);
 }
 
 cudaError_t start_convert(DType to_dtype, const Places& to, DType from_dtype, const Places& from,
                           const RowCounts& counts, cudaStream_t stream) {
   const std::int64_t elements = counts.rows_of_all() * counts.columns;
   const auto run = [&](auto* kernel) {
-    kernel<<<blocks(elements, kThreads), kThreads, 0, stream>>>(to, from, counts.rows, counts.heads, elements,
-                                                                counts.columns);
+    return run_kernel(kernel, blocks(elements, kThreads), kThreads, 0, stream, to, from, counts.rows, counts.heads,
+                      elements, counts.columns);
   };
-  if (from_dtype == DType::bf16) run(convert_rows<float, __nv_bfloat16>);
-  else if (from_dtype == DType::f16) run(convert_rows<float, __half>);
-  else if (to_dtype == DType::bf16) run(convert_rows<__nv_bfloat16, float>);
-  else if (to_dtype == DType::f16) run(convert_rows<__half, float>);
-  else run(convert_rows<float, float>);
-  return cudaGetLastError();
+  if (from_dtype == DType::bf16) return run(convert_rows<float, __nv_bfloat16>);
+  if (from_dtype == DType::f16) return run(convert_rows<float, __half>);
+  if (to_dtype == DType::bf16) return run(convert_rows<__nv_bfloat16, float>);
+  if (to_dtype == DType::f16) return run(convert_rows<__half, float>);
+  return run(convert_rows<float, float>);
 }
 
 cudaError_t start_sum(const Places& to, const Places& from, const RowCounts& counts, cudaStream_t stream) {
   const std::int64_t elements = counts.rows_of_all() * counts.columns;
-  sum_rows<<<blocks(elements, kThreads), kThreads, 0, stream>>>(to, from, counts.rows, counts.heads, elements,
-                                                                counts.columns);
-  return cudaGetLastError();
+  return run_kernel(sum_rows, blocks(elements, kThreads), kThreads, 0, stream, to, from, counts.rows, counts.heads,
+                    elements, counts.columns);
 }
 
 cudaError_t start_mix(const Places& out, const Places& lse, const Places& more_out, const Places& more_lse,
                       const RowCounts& counts, cudaStream_t stream) {
   const std::int64_t count = counts.rows_of_all();
-  mix_rows<<<blocks(count, kWarps), kThreads, 0, stream>>>(out, lse, more_out, more_lse, counts.rows, counts.heads,
-                                                           count, counts.columns);
-  return cudaGetLastError();
+  return run_kernel(mix_rows, blocks(count, kWarps), kThreads, 0, stream, out, lse, more_out, more_lse, counts.rows,
+                    counts.heads, count, counts.columns);
 }
 
 cudaError_t start_checksum(std::uint64_t* sum, const std::byte* data, std::size_t bytes, bool take_away,
                            cudaStream_t stream) {
   const unsigned count = static_cast<unsigned>(std::min<std::size_t>((bytes / 8 + kThreads) / kThreads, 264));
-  checksum<<<count, kThreads, 0, stream>>>(reinterpret_cast<unsigned long long*>(sum),
-                                           reinterpret_cast<const unsigned char*>(data), bytes, take_away);
-  return cudaGetLastError();
+  return run_kernel(checksum, count, kThreads, 0, stream, reinterpret_cast<unsigned long long*>(sum),
+                    reinterpret_cast<const unsigned char*>(data), bytes, take_away);
 }
 
 }  // namespace longspan::gpu

@@ -24,11 +24,15 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
   const Problem& problem = plan.problem();
   const std::int64_t tile = engine.backward_key_tile;
   std::int64_t keys = std::max(engine.backward_key_budget / problem.head_dim / tile, std::int64_t{2}) * tile;
+  // A rank of a ring has some of the queries, and only segments with queries have tasks.
+  const double share =
+      problem.tokens > 0 ? std::min(1.0, static_cast<double>(problem.query_rows) / static_cast<double>(problem.tokens))
+                         : 1.0;
   const auto tasks = [&] {
     double count = 0;
     for (const BranchPlan& branch : plan.branches()) {
       count += static_cast<double>(problem.batch * branch.head_count) *
-               static_cast<double>(branch.segments(problem.tokens)) *
+               std::max(1.0, static_cast<double>(branch.segments(problem.tokens)) * share) *
                std::max(1.0, static_cast<double>(longest_strand(plan, branch)) / static_cast<double>(keys));
     }
     return count;

@@ -29,8 +29,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int sh
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
     if (error != cudaSuccess) return error;
   }
-  kernel<<<grid, threads, static_cast<std::size_t>(shared_bytes), stream>>>(arguments...);
-  return cudaGetLastError();
+  return run_kernel(kernel, grid, threads, shared_bytes, stream, arguments...);
 }
 
 __device__ __forceinline__ int warp_of_block() { return static_cast<int>(threadIdx.x) / kLanes; }

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/run_kernel.cuh"
 #include "longspan/tensor_view.h"
 
 namespace longspan::cuda {
@@ -61,8 +62,7 @@ cudaError_t start(std::int64_t blocks, int threads, int shared_bytes, cudaStream
       prepared.fetch_or(bit, std::memory_order_release);
     }
   }
-  kKernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments...);
-  return cudaGetLastError();
+  return run_kernel(kKernel, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace longspan::cuda

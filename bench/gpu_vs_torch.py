@@ -12,9 +12,10 @@ taken against float64 on the same inputs. With --block-sparse: block masks again
     python bench/gpu_vs_torch.py --quick 'dilated*' memory linear
     python bench/gpu_vs_torch.py --block-sparse --json bench/results/h200_block_sparse.json
 
-burst: median of 7 calls in a row after a pause of 0.25 s, each by its own events, better of two; sustained: back to
-back calls, median of three turns (a card in a long run sits at its power cap). Times include everything a call does:
-outputs of "longspan" and of peers are allocated by torch.
+burst: median of 7 calls after a pause of 0.25 s, each waited for before the next, so that the host's part is in it;
+queued: 7 more right behind, in a row, each by its own events; of both the better of two; sustained: back to back calls,
+median of three turns (a card in a long run sits at its power cap). Times include everything a call does: outputs of
+"longspan" and of peers are allocated by torch.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 STEPS = ("forward", "forward_backward")
+KINDS = ("burst", "queued", "sustained")  # of times
 COMPILED = "compiled "  # how names of peers begin that torch.compile makes
 OURS = {"": "longspan", "engine_": "engine"}  # by how the keys of their ratios begin
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -149,18 +151,23 @@ def timed(body: Callable[[], object], calls: int) -> float:
     return gpu_seconds(body, calls) * 1e3
 
 
-def burst(body: Callable[[], object]) -> float:
+def burst(body: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds of a call, waited for and queued."""
     time.sleep(0.25)
-    return statistics.median(gpu_seconds_of_each(body, 7)) * 1e3
+    waited = statistics.median(timed(body, 1) for _ in range(7))
+    return waited, statistics.median(gpu_seconds_of_each(body, 7)) * 1e3
 
 
 def take_turns(bodies: dict[str, Callable[[], object]], quick: bool) -> dict[str, dict[str, float]]:
-    """Burst and sustained milliseconds of each body; all see the same state of the card."""
+    """Milliseconds of each body by KINDS; all see the same state of the card."""
     calls = {}
     for name, body in bodies.items():
         timed(body, 2)
         calls[name] = max(3, min(1000, int((50 if quick else 120) / max(timed(body, 2), 1e-3))))
-    result = {name: {"burst_ms": min(burst(body) for _ in range(1 if quick else 2))} for name, body in bodies.items()}
+    result = {}
+    for name, body in bodies.items():
+        waited, queued = map(min, zip(*(burst(body) for _ in range(1 if quick else 2))))
+        result[name] = {"burst_ms": waited, "queued_ms": queued}
     names = list(bodies)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(1 if quick else 3):
@@ -173,13 +180,13 @@ def take_turns(bodies: dict[str, Callable[[], object]], quick: bool) -> dict[str
 
 def add_rates(times: dict, flops: float) -> None:
     for taken in list(times.values()):
-        for kind in ("burst", "sustained"):
+        for kind in KINDS:
             taken[f"{kind}_tflops"] = flops / taken[f"{kind}_ms"] * 1e-9
 
 
 def add_ratios(times: dict, rivals: dict[str, str]) -> None:
     """How many times faster both of ours are than rivals, whose names come by how the keys of their ratios end."""
-    for kind in ("burst", "sustained"):
+    for kind in KINDS:
         for ending, rival in rivals.items():
             for label, name in OURS.items():
                 ratio = times[rival][f"{kind}_ms"] / times[name][f"{kind}_ms"]
@@ -322,7 +329,7 @@ def measure_row(row: Row, quick: bool, kernel: str) -> dict[str, object]:
         add_ratios(times, rivals)
         result[step] = times
     for label, name in OURS.items():
-        for kind in ("burst", "sustained"):
+        for kind in KINDS:
             milliseconds = [result[step][name][f"{kind}_ms"] for step in ("forward_backward", "forward")]
             taken = max(milliseconds[0] - milliseconds[1], 1e-6)
             result[f"{label}backward_{kind}_tflops"] = totals["backward_flops"] / taken * 1e-9
@@ -404,7 +411,7 @@ def measure_blocks(row: Row, quick: bool, kernel: str) -> dict[str, object]:
         add_rates(rates, sum(dense_totals[f"{part}_flops"] for part in parts))
         add_rates(times, sum(totals[f"{part}_flops"] for part in parts))
         add_ratios(times, {"": "peer"})
-        for kind in ("burst", "sustained"):
+        for kind in KINDS:
             times[f"{kind}_of_dense"] = times["engine"][f"{kind}_tflops"] / rates["dense"][f"{kind}_tflops"]
         result[step] = {**times, **rates}
     try:
@@ -473,7 +480,7 @@ def measure_linear(quick: bool) -> dict[str, object]:
 def gemm_tflops() -> float:
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     timed(lambda: left @ right, 3)
-    return 2 * 8192**3 / burst(lambda: left @ right) * 1e-9
+    return 2 * 8192**3 / burst(lambda: left @ right)[0] * 1e-9
 
 
 def headline(result: dict) -> str:
@@ -490,7 +497,7 @@ def headline(result: dict) -> str:
     measured = [step for step in STEPS if step in result]
     for step in measured:
         times = result[step]
-        ratios = [times[f"{kind}_{label}times_faster"] for label in OURS for kind in ("burst", "sustained")]
+        ratios = [times[f"{kind}_{label}times_faster"] for label in OURS for kind in KINDS]
         line += "".join(f" {times[name]['burst_ms']:8.3f}" for name in ("longspan", "engine", "peer"))
         line += f" {times['engine']['burst_tflops']:5.0f}  " + " ".join(f"{ratio:5.2f}" for ratio in ratios) + " "
     if "adaptive" in result:
@@ -541,8 +548,8 @@ def main() -> None:
     report = {**describe_run(), "rows": []}
     print(f"{report['gpu']}, driver {report['driver']}, torch {report['torch']}", end=", ")
     print(f"GEMM {report['gemm_bf16_tflops']:.0f} TFLOP/s")
-    print("forward: ms of longspan, engine, peer (burst), engine's TFLOP/s, times faster: longspan burst and sustained,")
-    print("engine burst and sustained; forward+backward: the same; error/peer's; kernel, peer; against the eager and the")
+    print("forward: ms of longspan, engine, peer (burst), engine's TFLOP/s, times faster: longspan burst, queued and")
+    print("sustained, engine likewise; forward+backward: the same; error/peer's; kernel, peer; against the eager and the")
     print("compiled peer, burst: forward of longspan, engine, forward+backward of longspan, engine")
     for name in chosen:
         started = time.perf_counter()

@@ -202,16 +202,16 @@ def errors_table() -> list[str]:
 def peers_table() -> list[str]:
     rows = {row["name"]: row for row in result("h200_vs_torch")["rows"]}
     lines = [
-        "| times faster, call from Python / engine alone | full, burst | sustained | causal, burst | sustained |",
-        "|---|---|---|---|---|",
+        "| times faster, call from Python / engine alone | full, burst | queued | sustained | causal, burst | queued | sustained |",
+        "|---|---|---|---|---|---|---|",
     ]
 
     def ratios(name: str, step: str) -> str:
         if step not in rows.get(name, {}):
-            return " | "
+            return " | | "
         times = rows[name][step]
         texts = []
-        for kind in ("burst", "sustained"):
+        for kind in ("burst", "queued", "sustained"):
             text = faster(times, kind, digits=2)
             if f"{kind}_times_faster_than_eager" in times:
                 text += f" (than eager {faster(times, kind, '_than_eager', 2)})"

@@ -60,11 +60,17 @@ inline TensorView message_rows(std::byte* payload, std::int64_t pairs, const Con
 
 inline constexpr std::int64_t kRowsAtOnce = 64;  // of a thread: enough that sharing out rows costs nothing
 
+/// Threads that copying or clearing so many bytes is worth: waking one costs about as much as 256 KiB.
+inline int threads_for(std::int64_t bytes) {
+  return static_cast<int>(std::clamp<std::int64_t>(bytes >> 18, 1, num_threads()));
+}
+
 /// Calls body(entry, first row, last row) for blocks of all rows of a tensor, in parallel.
 template <class Body>
-void for_each_block(std::int64_t batch, std::int64_t rows, Body&& body) {
-  const std::int64_t blocks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  parallel_for(num_threads(), batch * blocks, {}, [&](int, std::int64_t item) {
+void for_each_block(const ConstTensorView& view, Body&& body) {
+  const std::int64_t rows = view.rows(), blocks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  const std::int64_t bytes = view.batch() * rows * view.heads() * view.columns() * size_of(view.dtype);
+  parallel_for(threads_for(bytes), view.batch() * blocks, {}, [&](int, std::int64_t item) {
     const std::int64_t begin = item % blocks * kRowsAtOnce;
     body(item / blocks, begin, std::min(begin + kRowsAtOnce, rows));
   });
@@ -73,11 +79,12 @@ void for_each_block(std::int64_t batch, std::int64_t rows, Body&& body) {
 /// Calls body(run, entry, row of the run, position) for every row of a message, in one parallel loop: there may be a
 /// run for every head.
 template <class Body>
-void for_each_row(std::span<const ExchangeRun> runs, std::int64_t batch, Body&& body) {
+void for_each_row(const MessageBuffer& message, std::span<const ExchangeRun> runs, std::int64_t batch, Body&& body) {
   const auto blocks_of = [](const ExchangeRun& run) { return (run.count + kRowsAtOnce - 1) / kRowsAtOnce; };
   std::vector<std::int64_t> ends;
   for (const ExchangeRun& run : runs) ends.push_back((ends.empty() ? 0 : ends.back()) + batch * blocks_of(run));
-  parallel_for(num_threads(), ends.empty() ? 0 : ends.back(), {}, [&](int, std::int64_t item) {
+  const int threads = threads_for(static_cast<std::int64_t>(message.bytes()));
+  parallel_for(threads, ends.empty() ? 0 : ends.back(), {}, [&](int, std::int64_t item) {
     const auto end = std::upper_bound(ends.begin(), ends.end(), item);
     const ExchangeRun& run = runs[static_cast<std::size_t>(end - ends.begin())];
     if (end != ends.begin()) item -= *std::prev(end);
@@ -93,7 +100,8 @@ inline void pack(const MessageBuffer& message, std::span<const ExchangeRun> runs
   if (message.place().on_gpu()) return gpu::pack(message.payload(), runs, ranges, k, v, message.place().stream);
   const std::int64_t bytes = k.columns() * size_of(k.dtype);
   for_each_row(
-      runs, k.batch(), [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
+      message, runs, k.batch(),
+      [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
         const std::int64_t source = row_of(ranges, position);
         for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
           const TensorView target = run_view(message.payload(), run, values, k.batch(), k.columns(), k.dtype, {});
@@ -121,18 +129,19 @@ inline void add_gradients(const MessageBuffer& message, std::span<const Exchange
   if (message.place().on_gpu())
     return gpu::add_gradients(message.payload(), runs, ranges, dk, dv, message.place().stream);
   with_sums(dk.dtype, [&]<class Real>() {
-    for_each_row(
-        runs, dk.batch(), [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
-          const std::int64_t target = row_of(ranges, position);
-          for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
-            const TensorView source = run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
-            for (std::int64_t head = 0; head < run.kv_heads; ++head) {
-              Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
-              const Real* const value = source.template at<Real>(entry, row, head);
-              for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
-            }
-          }
-        });
+    for_each_row(message, runs, dk.batch(),
+                 [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
+                   const std::int64_t target = row_of(ranges, position);
+                   for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
+                     const TensorView source =
+                         run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
+                     for (std::int64_t head = 0; head < run.kv_heads; ++head) {
+                       Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
+                       const Real* const value = source.template at<Real>(entry, row, head);
+                       for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
+                     }
+                   }
+                 });
   });
 }
 
@@ -173,7 +182,7 @@ inline void convert(const TensorView& target, const ConstTensorView& source, voi
   if (target.device.type == DeviceType::cuda) return gpu::convert(target, source, stream);
   dispatch_storage(target.dtype, [&]<class To>() {
     dispatch_storage(source.dtype, [&]<class From>() {
-      for_each_block(source.batch(), source.rows(), [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
+      for_each_block(source, [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
         for (std::int64_t row = begin; row < end; ++row) {
           for (std::int64_t head = 0; head < source.heads(); ++head) {
             To* const to = target.at<To>(entry, row, head);
@@ -193,7 +202,7 @@ inline void convert(const TensorView& target, const ConstTensorView& source, voi
 inline void clear(const TensorView& view, void* stream = nullptr) {
   if (view.device.type == DeviceType::cuda) return gpu::clear(view, stream);
   const std::size_t bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
-  for_each_block(view.batch(), view.rows(), [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
+  for_each_block(view, [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
       for (std::int64_t head = 0; head < view.heads(); ++head)
         std::memset(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), 0, bytes);

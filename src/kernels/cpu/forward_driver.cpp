@@ -150,7 +150,8 @@ std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threa
   // Under a mask rows have less to do with each key that was packed for them: tasks are twice as large, and half as
   // many.
   const std::int64_t larger = has_masks(plan) ? 2 : 1;
-  std::int64_t rows = std::max<std::int64_t>(larger * engine.forward_row_budget / problem.head_dim, kMostSharedHeads);
+  const std::int64_t most =
+      std::max<std::int64_t>(larger * engine.forward_row_budget / problem.head_dim, kMostSharedHeads);
   double strands = 0, longest = 0;
   for (const BranchPlan& branch : plan.branches()) {
     strands +=
@@ -158,9 +159,17 @@ std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threa
     longest = std::max(longest, static_cast<double>(longest_strand(plan, branch)));
   }
   // Fewer rows per task pack the same keys more often: only as far as the threads need it.
-  while (rows > 2 * kMostSharedHeads && strands * std::max(1.0, longest / static_cast<double>(rows)) <
-                                            static_cast<double>(kTasksPerThread / larger * threads))
-    rows /= 2;
+  const double wanted = static_cast<double>(kTasksPerThread / larger * threads);
+  const auto too_few = [&](double of, std::int64_t rows) {
+    return of * std::max(1.0, longest / static_cast<double>(rows)) < wanted;
+  };
+  std::int64_t rows = most;
+  while (rows > 2 * kMostSharedHeads && too_few(strands, rows)) rows /= 2;
+  // A rank of a ring has some of the strands, and shares the threads with other ranks: what it must not have is one
+  // long task at its end.
+  const double own = strands * static_cast<double>(problem.query_rows) /
+                     static_cast<double>(std::max<std::int64_t>(problem.tokens, 1));
+  while (rows > most / 4 && rows > 2 * kMostSharedHeads && too_few(own, rows)) rows /= 2;
   return rows;
 }
 

@@ -99,12 +99,14 @@ Messages make_messages(const ExchangePlan& exchange, const MessagePlace& place, 
   Messages messages;
   const auto bytes = [&](std::int64_t pairs) { return static_cast<std::size_t>(pairs * exchange.bytes_per_pair()); };
   for (const ExchangePeer& peer : exchange.peers()) {
-    if (peer.send_pairs > 0) {
-      messages.sends.emplace_back(peer.rank, bytes(peer.send_pairs), place);
-      pack(messages.sends.back(), peer.send, ranges, k, v);
-    }
+    if (peer.send_pairs > 0) messages.sends.emplace_back(peer.rank, bytes(peer.send_pairs), place);
     if (peer.receive_pairs > 0) messages.receives.emplace_back(peer.rank, bytes(peer.receive_pairs), place);
   }
+  std::vector<PackedRows> rows;
+  for (const ExchangePeer& peer : exchange.peers()) {
+    if (peer.send_pairs > 0) rows.push_back({messages.sends[rows.size()], peer.send});
+  }
+  pack(rows, ranges, k, v);
   return messages;
 }
 

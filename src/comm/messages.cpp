@@ -57,7 +57,7 @@ std::uint64_t checksum(const std::byte* data, std::size_t bytes) {
   constexpr std::size_t kAtOnce = 128 * 1024;
   const auto parts = static_cast<std::int64_t>((bytes + kAtOnce - 1) / kAtOnce);
   std::vector<std::uint64_t> sums(static_cast<std::size_t>(parts));
-  parallel_for(num_threads(), parts, {}, [&](int, std::int64_t part) {
+  parallel_for(threads_for_bytes(static_cast<std::int64_t>(bytes)), parts, {}, [&](int, std::int64_t part) {
     const std::size_t begin = static_cast<std::size_t>(part) * kAtOnce;
     sums[static_cast<std::size_t>(part)] = sum_of(data + begin, std::min(kAtOnce, bytes - begin));
   });

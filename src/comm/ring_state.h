@@ -28,13 +28,14 @@ class RingClock {
   }
   template <class Body>
   void working(const char* name, Body&& body) {
+    const Seat seat;
     timed(name, body);
   }
   /// Work while the messages of a step are on their way: until they were seen to have come, else to the end.
   template <class Body>
   void working(const char* name, MessageStep& step, Body&& body) {
     const double begin = seconds(Clock::now());
-    timed(name, body);
+    working(name, body);
     step.progress();
     const double end = report_.events.back().end;
     if (!place_.on_gpu())

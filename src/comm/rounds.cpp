@@ -337,7 +337,8 @@ class Rounds {
     const RoundStep& step = steps[index];
     if (step.send) {
       messages_.sends.emplace_back(step.send->peer, size(*step.send), rules_.place);
-      pack(messages_.sends.back(), step.send->runs, ranges, k, v);
+      const PackedRows rows{messages_.sends.back(), step.send->runs};
+      pack({&rows, 1}, ranges, k, v);
     }
     if (step.receive) messages_.receives.emplace_back(step.receive->peer, size(*step.receive), rules_.place);
     messages_.count(report_);

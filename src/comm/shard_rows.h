@@ -60,48 +60,63 @@ inline TensorView message_rows(std::byte* payload, std::int64_t pairs, const Con
 
 inline constexpr std::int64_t kRowsAtOnce = 64;  // of a thread: enough that sharing out rows costs nothing
 
-/// Threads that copying or clearing so many bytes is worth: waking one costs about as much as 256 KiB.
-inline int threads_for(std::int64_t bytes) {
-  return static_cast<int>(std::clamp<std::int64_t>(bytes >> 18, 1, num_threads()));
-}
-
 /// Calls body(entry, first row, last row) for blocks of all rows of a tensor, in parallel.
 template <class Body>
 void for_each_block(const ConstTensorView& view, Body&& body) {
   const std::int64_t rows = view.rows(), blocks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   const std::int64_t bytes = view.batch() * rows * view.heads() * view.columns() * size_of(view.dtype);
-  parallel_for(threads_for(bytes), view.batch() * blocks, {}, [&](int, std::int64_t item) {
+  parallel_for(threads_for_bytes(bytes), view.batch() * blocks, {}, [&](int, std::int64_t item) {
     const std::int64_t begin = item % blocks * kRowsAtOnce;
     body(item / blocks, begin, std::min(begin + kRowsAtOnce, rows));
   });
 }
 
-/// Calls body(run, entry, row of the run, position) for every row of a message, in one parallel loop: there may be a
-/// run for every head.
+/// A message and which rows it holds.
+struct PackedRows {
+  const MessageBuffer& message;
+  std::span<const ExchangeRun> runs;
+};
+
+/// Calls body(message, run, entry, row of the run, position) for every row of some messages, in one parallel loop:
+/// there may be many peers, and a run for every head.
 template <class Body>
-void for_each_row(const MessageBuffer& message, std::span<const ExchangeRun> runs, std::int64_t batch, Body&& body) {
+void for_each_row(std::span<const PackedRows> all, std::int64_t batch, Body&& body) {
   const auto blocks_of = [](const ExchangeRun& run) { return (run.count + kRowsAtOnce - 1) / kRowsAtOnce; };
-  std::vector<std::int64_t> ends;
-  for (const ExchangeRun& run : runs) ends.push_back((ends.empty() ? 0 : ends.back()) + batch * blocks_of(run));
-  const int threads = threads_for(static_cast<std::int64_t>(message.bytes()));
-  parallel_for(threads, ends.empty() ? 0 : ends.back(), {}, [&](int, std::int64_t item) {
-    const auto end = std::upper_bound(ends.begin(), ends.end(), item);
-    const ExchangeRun& run = runs[static_cast<std::size_t>(end - ends.begin())];
-    if (end != ends.begin()) item -= *std::prev(end);
+  struct Part {
+    std::int64_t end;  // of its items
+    const MessageBuffer* message;
+    const ExchangeRun* run;
+  };
+  std::vector<Part> parts;
+  std::int64_t items = 0, bytes = 0;
+  for (const PackedRows& rows : all) {
+    bytes += static_cast<std::int64_t>(rows.message.bytes());
+    for (const ExchangeRun& run : rows.runs) parts.push_back({items += batch * blocks_of(run), &rows.message, &run});
+  }
+  parallel_for(threads_for_bytes(bytes), items, {}, [&](int, std::int64_t item) {
+    const auto part = std::upper_bound(parts.begin(), parts.end(), item,
+                                       [](std::int64_t value, const Part& one) { return value < one.end; });
+    const ExchangeRun& run = *part->run;
+    if (part != parts.begin()) item -= std::prev(part)->end;
     const std::int64_t blocks = blocks_of(run), begin = item % blocks * kRowsAtOnce;
     for (std::int64_t row = begin; row < std::min(begin + kRowsAtOnce, run.count); ++row)
-      body(run, item / blocks, row, run.first + row * run.step);
+      body(*part->message, run, item / blocks, row, run.first + row * run.step);
   });
 }
 
-/// Copies the rows of a message out of a shard's k and v.
-inline void pack(const MessageBuffer& message, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
-                 const ConstTensorView& k, const ConstTensorView& v) {
-  if (message.place().on_gpu()) return gpu::pack(message.payload(), runs, ranges, k, v, message.place().stream);
+/// Copies the rows of messages out of a shard's k and v.
+inline void pack(std::span<const PackedRows> all, std::span<const RowRange> ranges, const ConstTensorView& k,
+                 const ConstTensorView& v) {
+  if (k.device.type == DeviceType::cuda) {
+    for (const PackedRows& rows : all)
+      gpu::pack(rows.message.payload(), rows.runs, ranges, k, v, rows.message.place().stream);
+    return;
+  }
   const std::int64_t bytes = k.columns() * size_of(k.dtype);
   for_each_row(
-      message, runs, k.batch(),
-      [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
+      all, k.batch(),
+      [&](const MessageBuffer& message, const ExchangeRun& run, std::int64_t entry, std::int64_t row,
+          std::int64_t position) {
         const std::int64_t source = row_of(ranges, position);
         for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
           const TensorView target = run_view(message.payload(), run, values, k.batch(), k.columns(), k.dtype, {});
@@ -128,20 +143,21 @@ inline void add_gradients(const MessageBuffer& message, std::span<const Exchange
                           std::span<const RowRange> ranges, const TensorView& dk, const TensorView& dv) {
   if (message.place().on_gpu())
     return gpu::add_gradients(message.payload(), runs, ranges, dk, dv, message.place().stream);
+  const PackedRows packed{message, runs};
   with_sums(dk.dtype, [&]<class Real>() {
-    for_each_row(message, runs, dk.batch(),
-                 [&](const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
-                   const std::int64_t target = row_of(ranges, position);
-                   for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
-                     const TensorView source =
-                         run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
-                     for (std::int64_t head = 0; head < run.kv_heads; ++head) {
-                       Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
-                       const Real* const value = source.template at<Real>(entry, row, head);
-                       for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
-                     }
-                   }
-                 });
+    for_each_row(
+        {&packed, 1}, dk.batch(),
+        [&](const MessageBuffer&, const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
+          const std::int64_t target = row_of(ranges, position);
+          for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
+            const TensorView source = run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
+            for (std::int64_t head = 0; head < run.kv_heads; ++head) {
+              Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
+              const Real* const value = source.template at<Real>(entry, row, head);
+              for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
+            }
+          }
+        });
   });
 }
 

@@ -6,6 +6,8 @@
 #include <functional>
 #include <type_traits>
 
+#include "longspan/threads.h"
+
 namespace longspan {
 
 /// What a long loop watches while it runs.
@@ -32,5 +34,21 @@ void parallel_for(int threads, std::int64_t items, const LoopControl& control, B
       [](void* context, int worker, std::int64_t item) { (*static_cast<Plain*>(context))(worker, item); },
       const_cast<void*>(static_cast<const void*>(&body)));
 }
+
+/// Threads for copying, clearing or summing up so many bytes: waking others for a few costs more than it saves.
+inline int threads_for_bytes(std::int64_t bytes) { return bytes < 512 * 1024 ? 1 : num_threads(); }
+
+/// While it lives, its thread counts as one of the pool's between loops, too, so that workers leave it a core: for
+/// callers among several that do more than run loops (ranks of a local ring). Not while it waits for others.
+class Seat {
+ public:
+  Seat();
+  ~Seat();
+  Seat(const Seat&) = delete;
+  Seat& operator=(const Seat&) = delete;
+
+ private:
+  bool own_;  // else the thread has one already
+};
 
 }  // namespace longspan

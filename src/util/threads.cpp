@@ -73,6 +73,7 @@ struct AwayFrom {
 #endif
 
 thread_local bool inside_loop = false;
+thread_local bool seated = false;
 
 struct Job {
   detail::ItemFunction function;
@@ -107,14 +108,13 @@ class Pool {
       grow(std::min(wanted, job.threads - 1));
       job.following = jobs_;
       jobs_ = &job;
-      working_.fetch_add(1, std::memory_order_relaxed);
+      if (!seated) working_.fetch_add(1, std::memory_order_relaxed);
       published_.fetch_add(1, std::memory_order_release);
       room = std::min(job.places, job.threads - working_.load(std::memory_order_relaxed));
     }
     if (room > 1) wake_.notify_all();
     else if (room == 1) wake_.notify_one();
     work(job, 0, true);
-    bool others = false;
     {
       const std::lock_guard lock(mutex_);
       for (Job** link = &jobs_; *link; link = &(*link)->following) {
@@ -123,16 +123,29 @@ class Pool {
           break;
         }
       }
-      working_.fetch_sub(1, std::memory_order_relaxed);
-      others = jobs_ != nullptr;  // which have room for one more worker now
-      if (others) published_.fetch_add(1, std::memory_order_release);
     }
-    if (others) wake_.notify_one();
+    leave();
     for (int spin = 0; spin < kSpins && job.active.load(std::memory_order_acquire) > 0; ++spin) relax();
     if (job.active.load(std::memory_order_acquire) > 0) {
       std::unique_lock lock(mutex_);
       done_.wait(lock, [&] { return job.active.load(std::memory_order_acquire) == 0; });
     }
+    if (seated) enter();
+  }
+
+  /// A caller takes a core, or gives it to a worker.
+  void enter() {
+    const std::lock_guard lock(mutex_);
+    working_.fetch_add(1, std::memory_order_relaxed);
+  }
+  void leave() {
+    {
+      const std::lock_guard lock(mutex_);
+      working_.fetch_sub(1, std::memory_order_relaxed);
+      if (!jobs_) return;
+      published_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_one();
   }
 
   /// Runs items until none is left. Only the caller may call the progress hook.
@@ -237,7 +250,7 @@ class Pool {
   std::atomic<std::uint64_t> published_{0};
   Job* jobs_ = nullptr;
   int workers_ = 0;
-  std::atomic<int> working_{0};      // callers and workers in loops; changed under the mutex
+  std::atomic<int> working_{0};      // callers and workers in loops, and callers with seats; changed under the mutex
   std::atomic<int> caller_cpu_{-1};  // of the last loop
 };
 
@@ -252,7 +265,7 @@ Pool& pool() {
   static const bool registered = [] {
     on_fork_in_child([] {
       current_pool.store(nullptr, std::memory_order_release);
-      inside_loop = false;
+      inside_loop = seated = false;
     });
     return true;
   }();
@@ -269,6 +282,18 @@ Pool& pool() {
 std::atomic<int> chosen_threads{0};
 
 }  // namespace
+
+Seat::Seat() : own_(!seated && !inside_loop) {
+  if (!own_) return;
+  seated = true;
+  pool().enter();
+}
+
+Seat::~Seat() {
+  if (!own_) return;
+  seated = false;
+  pool().leave();
+}
 
 int num_threads() {
   const int chosen = chosen_threads.load(std::memory_order_relaxed);

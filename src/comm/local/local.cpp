@@ -42,8 +42,8 @@ void copy(void* target, Device target_device, const void* source, Device source_
   }
   // A rank that is done helps those that are not, so a long copy is not one thread's alone.
   constexpr std::size_t kAtOnce = 256 * 1024;
-  parallel_for(num_threads(), static_cast<std::int64_t>((bytes + kAtOnce - 1) / kAtOnce), {},
-               [&](int, std::int64_t part) {
+  parallel_for(threads_for_bytes(static_cast<std::int64_t>(bytes)),
+               static_cast<std::int64_t>((bytes + kAtOnce - 1) / kAtOnce), {}, [&](int, std::int64_t part) {
                  const std::size_t begin = static_cast<std::size_t>(part) * kAtOnce;
                  std::memcpy(static_cast<std::byte*>(target) + begin, static_cast<const std::byte*>(source) + begin,
                              std::min(kAtOnce, bytes - begin));

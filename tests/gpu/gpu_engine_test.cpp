@@ -437,17 +437,27 @@ TEST(GpuEngine, EmptyProblems) {
   }
 }
 
-TEST(GpuErrors, EarlierErrorsAreTheCallers) {
+TEST(GpuErrors, EarlierErrorsAreReportedAsSuchAndNotSwallowed) {
   LONGSPAN_NEEDS_GPU();
   for (const Pattern& pattern : {kGroups, kMixed}) {
     const Case c = small(pattern);
     const Attention attention(pattern, {});
     DeviceCase device(c);
-    EXPECT_EQ(cudaSetDevice(1 << 20), cudaErrorInvalidDevice);  // nobody looks at it
-    device.forward(attention, device.call());
-    device.backward(attention, device.call());
-    EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidDevice) << "cleared, or taken for an error of the call";
-    device.download();
+    const auto expect_refused = [&](const auto& pass) {
+      EXPECT_EQ(cudaSetDevice(1 << 20), cudaErrorInvalidDevice);  // nobody looks at it
+      try {
+        pass();
+        ADD_FAILURE() << "an error of earlier work was swallowed";
+      } catch (const CudaError& error) {
+        const std::string text = error.what();
+        EXPECT_NE(text.find("an earlier CUDA call of this thread failed"), std::string::npos) << text;
+        EXPECT_NE(text.find("cudaErrorInvalidDevice"), std::string::npos) << text;
+      }
+      EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidDevice) << "it is the caller's to look at";
+      EXPECT_NO_THROW(pass());
+    };
+    expect_refused([&] { device.forward(attention, device.call()); });
+    expect_refused([&] { device.backward(attention, device.call()); });
   }
 }
 

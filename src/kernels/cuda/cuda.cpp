@@ -156,6 +156,7 @@ void check_pointer(const char* name, const ConstTensorView& view) {
 
 template <class Arguments>
 void check_inputs(const Arguments& a) {
+  refuse_earlier_errors();
   check_pointer("q", a.q);
   if (a.call.pieces.empty()) {
     check_pointer("k", a.k);

@@ -31,6 +31,16 @@ inline void check(cudaError_t status, const char* what) {
   }
 }
 
+/// Throws CudaError if an earlier CUDA call of this thread failed and nobody looked: a launch would clear that.
+inline void refuse_earlier_errors() {
+  const cudaError_t earlier = cudaPeekAtLastError();
+  if (earlier == cudaSuccess) return;
+  throw CudaError(
+      fmt::format("an earlier CUDA call of this thread failed ({}: {}) and was not looked at; nothing was started: ask "
+                  "cudaGetLastError after your own calls, which also clears it",
+                  cudaGetErrorName(earlier), cudaGetErrorString(earlier)));
+}
+
 /// Makes a device current and gives the caller's back.
 class DeviceGuard {
  public:

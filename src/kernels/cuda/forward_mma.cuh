@@ -12,17 +12,19 @@ namespace longspan::cuda {
 
 /// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, scales that are not positive, deltas. kLists: block
 /// masks. Head dims between those instantiated run with columns of zeros.
-template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kListsValue = kFeaturesValue>
+/// kCrowded: three blocks on a multiprocessor, not two; for items of one length, of which small problems have a few.
+template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kListsValue = kFeaturesValue,
+          bool kCrowdedValue = false>
 struct ForwardShape {
   using Math = MathValue;
   static constexpr int kColumns = kColumnsValue;
   static constexpr bool kFeatures = kFeaturesValue, kLists = kListsValue;
   static constexpr int kWarps = 4;
   static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
-  static constexpr bool kSmall = !kWide<Math> && kColumns <= 48 && !kFeatures;
-  static constexpr int kKeys = kWide<Math> && kColumns > 128                             ? 32
-                               : !kWide<Math> && kColumns == 64 && !kFeatures && !kLists ? 128
-                                                                                         : 64;
+  static constexpr bool kSmall = !kWide<Math> && !kFeatures && (kColumns <= 48 || kCrowdedValue);
+  static constexpr int kKeys = kWide<Math> && kColumns > 128                                        ? 32
+                               : !kWide<Math> && kColumns == 64 && !kFeatures && !kLists && !kSmall ? 128
+                                                                                                    : 64;
   static constexpr int kStages = kSmall ? 2 : 1;  // of K and of V; with two there is one barrier in a tile
   static constexpr int kBlocksPerSm = kSmall ? 3 : kWide<Math> && kColumns > 64 ? 1 : 2;
 };

@@ -10,8 +10,8 @@ namespace longspan::cuda {
 
 template <class Math>
 cudaError_t start_forward(const Launch& launch, bool features, cudaStream_t stream) {
-  const auto run = [&]<int kColumns, bool kFeatures, bool kLists = kFeatures>() {
-    using Shape = ForwardShape<Math, kColumns, kFeatures, kLists>;
+  const auto run = [&]<int kColumns, bool kFeatures, bool kLists = kFeatures, bool kCrowded = false>() {
+    using Shape = ForwardShape<Math, kColumns, kFeatures, kLists, kCrowded>;
     using Tile = ForwardTile<Shape>;
     static_assert(Tile::kRows == tile_rows(kWide<Math>, kColumns));
     static_assert(Tile::kSharedBytes <= forward_shared_bytes(kWide<Math>, kColumns));
@@ -21,6 +21,9 @@ cudaError_t start_forward(const Launch& launch, bool features, cudaStream_t stre
     if (lean_lists(launch, features))
       return launch.columns <= 64 ? run.template operator()<64, false, true>()
                                   : run.template operator()<128, false, true>();
+    // Causal items differ in length: of more blocks at once some get several long ones.
+    if (!features && !launch.listed && !launch.causal && launch.columns > 48 && launch.columns <= 64)
+      return run.template operator()<64, false, false, true>();
   }
   return with_head_dim<!kWide<Math>, 256>(launch.columns, features || launch.listed, run);
 }

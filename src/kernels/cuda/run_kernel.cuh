@@ -5,8 +5,8 @@
 
 namespace longspan::cuda {
 
-/// The status of this launch alone: an error that earlier work of the caller's left behind is neither taken for it nor
-/// cleared, as cudaGetLastError after a launch would.
+/// The status of this launch alone. A launch also clears what cudaGetLastError would have said of work before it, so
+/// calls look there first (refuse_earlier_errors).
 template <class... Parameters, class... Arguments>
 cudaError_t run_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
                        const Arguments&... arguments) {

@@ -53,17 +53,33 @@ std::uint64_t sum_of(const std::byte* data, std::size_t bytes) {
 
 }  // namespace
 
-std::uint64_t checksum(const std::byte* data, std::size_t bytes) {
+std::vector<std::uint64_t> checksums(std::span<const MessageBuffer> messages) {
   constexpr std::size_t kAtOnce = 128 * 1024;
-  const auto parts = static_cast<std::int64_t>((bytes + kAtOnce - 1) / kAtOnce);
-  std::vector<std::uint64_t> sums(static_cast<std::size_t>(parts));
-  parallel_for(threads_for_bytes(static_cast<std::int64_t>(bytes)), parts, {}, [&](int, std::int64_t part) {
-    const std::size_t begin = static_cast<std::size_t>(part) * kAtOnce;
-    sums[static_cast<std::size_t>(part)] = sum_of(data + begin, std::min(kAtOnce, bytes - begin));
-  });
-  std::uint64_t sum = bytes;
-  for (const std::uint64_t part : sums) sum = (sum ^ part ^ (part >> 31)) * 0xBF58476D1CE4E5B9u;
-  return sum;
+  struct Part {
+    const std::byte* data;
+    std::size_t bytes, message;
+    std::uint64_t sum;
+  };
+  std::vector<Part> parts;
+  std::vector<std::uint64_t> sums(messages.size());
+  std::size_t total = 0;
+  for (std::size_t m = 0; m < messages.size(); ++m) {
+    if (messages[m].travels_on_gpu()) continue;
+    sums[m] = messages[m].bytes();
+    total += messages[m].bytes();
+    for (std::size_t begin = 0; begin < messages[m].bytes(); begin += kAtOnce)
+      parts.push_back({messages[m].host_payload() + begin, std::min(kAtOnce, messages[m].bytes() - begin), m, 0});
+  }
+  parallel_for(threads_for_bytes(static_cast<std::int64_t>(total)), static_cast<std::int64_t>(parts.size()), {},
+               [&](int, std::int64_t item) {
+                 Part& part = parts[static_cast<std::size_t>(item)];
+                 part.sum = sum_of(part.data, part.bytes);
+               });
+  for (const Part& part : parts) {
+    std::uint64_t& sum = sums[part.message];
+    sum = (sum ^ part.sum ^ (part.sum >> 31)) * 0xBF58476D1CE4E5B9u;
+  }
+  return sums;
 }
 
 /// Ends the exchange. Memory that the transport may still touch lives on until the process ends.
@@ -123,8 +139,9 @@ void MessageStep::seal(std::span<const MessageBuffer> sends) const {
   // Memory that messages will arrive in was asked for in the order of the stream, too.
   if (place.on_gpu()) gpu::wait(place.device.index, place.stream);
   if (!rules_.checksums) return;
-  for (const MessageBuffer& send : sends) {
-    if (!send.travels_on_gpu()) send.header().checksum = checksum(send.host_payload(), send.bytes());
+  const std::vector<std::uint64_t> sums = checksums(sends);
+  for (std::size_t i = 0; i < sends.size(); ++i) {
+    if (!sends[i].travels_on_gpu()) sends[i].header().checksum = sums[i];
   }
 }
 
@@ -173,7 +190,10 @@ void MessageStep::finish() {
     // A rank that computed past the deadline still gives messages a while to come in.
     communicator_.wait(std::max(deadline_, Clock::now() + rules_.deadline / 10));
     open(receives_);
-    for (const MessageBuffer& receive : receives_) {
+    const std::vector<std::uint64_t> sums =
+        rules_.checksums ? checksums(receives_) : std::vector<std::uint64_t>(receives_.size());
+    for (std::size_t i = 0; i < receives_.size(); ++i) {
+      const MessageBuffer& receive = receives_[i];
       const MessageHeader& header = receive.header();
       const int peer = receive.peer();
       if (header.magic != kMagic || header.source != peer || header.target != communicator_.rank())
@@ -186,9 +206,7 @@ void MessageStep::finish() {
       if (header.step != step_) disagree(peer, fmt::format("is at step {}", header.step));
       if (header.bytes != receive.bytes())
         disagree(peer, fmt::format("sent {} bytes, {} were expected", header.bytes, receive.bytes()));
-      if (!rules_.checksums) continue;
-      const std::uint64_t wanted = receive.travels_on_gpu() ? 0 : checksum(receive.host_payload(), receive.bytes());
-      if (header.checksum != wanted) disagree(peer, "sent a message that arrived changed");
+      if (rules_.checksums && header.checksum != sums[i]) disagree(peer, "sent a message that arrived changed");
     }
   });
   active_ = false;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "comm/gpu/gpu.h"
@@ -26,9 +27,6 @@ struct MessageHeader {
   std::uint64_t unused[2] = {};
 };
 static_assert(sizeof(MessageHeader) == 64);
-
-/// A 64-bit sum of bytes in which any single change shows.
-std::uint64_t checksum(const std::byte* data, std::size_t bytes);
 
 /// Where the rows of a message are packed and used, and whether they go by way of the host.
 struct MessagePlace {
@@ -86,6 +84,9 @@ class MessageBuffer {
   std::shared_ptr<HostMemory> host_;
   std::shared_ptr<DeviceLease> rows_;
 };
+
+/// 64-bit sums of the payloads of messages that are on the host, 0 for others. Any single change of a byte shows.
+std::vector<std::uint64_t> checksums(std::span<const MessageBuffer> messages);
 
 inline std::int64_t total_bytes(std::span<const MessageBuffer> messages) {
   std::int64_t bytes = 0;

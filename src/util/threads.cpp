@@ -31,6 +31,8 @@ using Clock = std::chrono::steady_clock;
 /// How long an idle thread looks for work before it sleeps: a wake-up costs about as much.
 constexpr int kSpins = 2000;
 constexpr int kMostThreads = 4096;
+/// Between two calls of a progress hook, in which a ring also takes the messages that have come.
+constexpr auto kReportEvery = std::chrono::milliseconds(5);
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -124,9 +126,12 @@ class Pool {
         }
       }
     }
-    leave();
+    // Stragglers are often about to end. A seat is kept that long: whoever takes it stays for an item, however long.
+    if (!seated) leave();
     for (int spin = 0; spin < kSpins && job.active.load(std::memory_order_acquire) > 0; ++spin) relax();
-    if (job.active.load(std::memory_order_acquire) > 0) {
+    if (job.active.load(std::memory_order_acquire) == 0) return;
+    if (seated) leave();
+    {
       std::unique_lock lock(mutex_);
       done_.wait(lock, [&] { return job.active.load(std::memory_order_acquire) == 0; });
     }
@@ -182,7 +187,7 @@ class Pool {
 
   void report(Job& job, Clock::time_point& reported) {
     const auto now = Clock::now();
-    if (now - reported < std::chrono::milliseconds(20)) return;
+    if (now - reported < kReportEvery) return;
     reported = now;
     const double done = static_cast<double>(std::min(job.next.load(std::memory_order_relaxed), job.items)) /
                         static_cast<double>(job.items);

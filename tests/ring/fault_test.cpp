@@ -171,17 +171,31 @@ TEST(Fault, RanksThatDisagreeAllRaise) {
   }
 }
 
-TEST(Checksum, EveryBitCounts) {
-  std::vector<std::byte> data(203);
-  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<std::byte>(i * 7);
-  const std::uint64_t sum = checksum(data.data(), data.size());
-  for (std::size_t bit = 0; bit < data.size() * 8; ++bit) {
-    data[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
-    EXPECT_NE(checksum(data.data(), data.size()), sum);
-    data[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+TEST(Checksum, EveryBitCountsInEveryMessage) {
+  constexpr std::size_t kLong = 300 * 1024;  // several parts
+  const MessageBuffer messages[] = {{0, 203, {}}, {1, kLong, {}}, {2, 0, {}}};
+  for (const MessageBuffer& message : messages) {
+    for (std::size_t i = 0; i < message.bytes(); ++i) message.host_payload()[i] = static_cast<std::byte>(i * 7);
   }
-  std::swap(data[3], data[99]);
-  EXPECT_NE(checksum(data.data(), data.size()), sum);
+  const std::vector<std::uint64_t> sums = checksums(messages);
+  EXPECT_EQ(checksums({messages, 1})[0], sums[0]) << "a sum does not depend on the messages beside it";
+  const auto expect_seen = [&](std::size_t which) {
+    const std::vector<std::uint64_t> now = checksums(messages);
+    for (std::size_t m = 0; m < 3; ++m) EXPECT_EQ(now[m] != sums[m], m == which);
+  };
+  for (std::size_t bit = 0; bit < 203 * 8; ++bit) {
+    std::byte& byte = messages[0].host_payload()[bit / 8];
+    byte ^= static_cast<std::byte>(1u << (bit % 8));
+    EXPECT_NE(checksums({messages, 1})[0], sums[0]);
+    byte ^= static_cast<std::byte>(1u << (bit % 8));
+  }
+  for (const std::size_t at : {std::size_t{0}, std::size_t{128 * 1024}, kLong - 1}) {
+    messages[1].host_payload()[at] ^= std::byte{0x10};
+    expect_seen(1);
+    messages[1].host_payload()[at] ^= std::byte{0x10};
+  }
+  std::swap(messages[0].host_payload()[3], messages[0].host_payload()[99]);
+  expect_seen(0);
 }
 
 }  // namespace

@@ -95,6 +95,8 @@ def tests(logs: Path) -> dict[str, str]:
         bad += "[  PASSED  ]" not in text
         counts[path.name.split(".")[0]] = [passed, bad]
     result = {name: f"{passed} passed, {bad} failed" for name, (passed, bad) in counts.items()}
+    for line in lines_of(logs / "commands.log")[-1:]:
+        result["commands (tests/cli/gpu.sh)"] = line.strip()
     for line in lines_of(logs / "pytest.log")[-1:]:
         result["pytest"] = re.sub(r"=+ ?| in [\d.]+s.*", "", line)
     for path in sorted(logs.glob("*check*.log")):
@@ -156,7 +158,7 @@ def main() -> int:
         write(results / "h200_hopper_backward.json", report)
     checks = {name: lines_of(logs / f"check_{name}.log") for name in ("every", "hopper")}
     if passed or any(checks.values()):
-        report = {**facts(logs, "scripts/gpu_check.sh (tests, python, check, sanitizer)"), "tests": passed}
+        report = {**facts(logs, "scripts/gpu_check.sh (tests, commands, python, check, sanitizer)"), "tests": passed}
         for name, lines in checks.items():
             text = "\n".join(lines)
             if "{" in text:

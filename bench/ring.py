@@ -150,7 +150,7 @@ def measure_local(longspan: str) -> None:
         ["--tokens", "131072", "--heads", "4", "--segments", "2048,32768,131072", "--dilations", "1,16,64"],
         ["--tokens", "16384", "--heads", "16", "--segments", "2048,8192,16384", "--dilations", "1,4,8"],
     ):
-        arguments += ["--head-dim", "64", "--backward", "--repeat", "5"]
+        arguments += ["--head-dim", "64", "--backward", "--repeat", "9"]
         results.append(measure_against_one(longspan, 8, arguments, [longspan, "ring", "--json", "--ranks", "8"], 5))
     write(f"ring_local_{os.cpu_count()}", longspan, {"machine": machine(), "results": results})
 

@@ -81,7 +81,7 @@ step_sanitizer() {
   fi
   for tool in memcheck racecheck synccheck; do
     run "$tool" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/gpu_matches_reference_test" \
-      --gtest_filter='*Everything/*d64:*longnet_paper_bf16_causal_d64:*groups_f16_full_d128_ragged:*Tf32*groups_f32_causal_d96' &
+      --gtest_filter='*Everything/*d64:*longnet_paper_bf16_causal_d64:*groups_f16_full_d128_ragged:*groups_bf16_full_d64:*Tf32*groups_f32_causal_d96' &
     run "$tool.hopper" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_test" \
       --gtest_filter='*Matches*slide_bf16*:*Matches*slide_d256_f16_causal:*Matches*groups_d192_bf16:*Matches*packed_strands_f16' &
     run "$tool.hopper_backward" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_backward_test" \

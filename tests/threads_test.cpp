@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -141,6 +142,64 @@ TEST(ParallelFor, HostThreadsShareOneBudget) {
   EXPECT_GT(callers.load(), 100);
 }
 
+/// The most threads that work at once on `items` items of a loop of four.
+int most_at_once(std::int64_t items) {
+  std::atomic<int> working{0}, most{0};
+  parallel_for(4, items, {}, [&](int, std::int64_t) {
+    const int now = working.fetch_add(1) + 1;
+    for (int seen = most.load(); seen < now && !most.compare_exchange_weak(seen, now);) {}
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    working.fetch_sub(1);
+  });
+  return most;
+}
+
+/// Whether a loop of four finds all four threads, given some time for workers to come, and two beside two seats.
+bool counts_right() {
+  int attempt = 0;
+  while (most_at_once(12) < 4 && attempt < 50) ++attempt;
+  std::atomic<int> seated{0};
+  std::atomic<bool> over{false};
+  std::vector<std::thread> hosts;
+  for (int host = 0; host < 2; ++host) {
+    hosts.emplace_back([&] {
+      const Seat seat, again;  // a second one counts nothing
+      ++seated;
+      while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+  }
+  while (seated < 2) std::this_thread::yield();
+  int most = 0;
+  for (int round = 0; round < 5; ++round) most = std::max(most, most_at_once(12));
+  over = true;
+  for (std::thread& host : hosts) host.join();
+  return attempt < 50 && most <= 2;
+}
+
+TEST(Seat, ItsThreadCountsBetweenLoopsAndIsGivenBack) {
+  for (int round = 0; round < 3; ++round) EXPECT_TRUE(counts_right());
+}
+
+TEST(Seat, LoopsOfASeatedThreadCountItOnce) {
+  {
+    const Seat seat;
+    EXPECT_TRUE(counts_right());
+    for (int round = 0; round < 20; ++round) {
+      EXPECT_THROW(parallel_for(4, 100, {},
+                                [](int, std::int64_t item) {
+                                  if (item == 37) throw std::runtime_error("37");
+                                }),
+                   std::runtime_error);
+      parallel_for(4, 8, {}, [](int worker, std::int64_t) {  // stragglers: the seat is left, and taken again
+        std::this_thread::sleep_for(std::chrono::milliseconds(worker == 0 ? 1 : 3));
+        const Seat inside;  // of a thread that works already
+      });
+    }
+    EXPECT_TRUE(counts_right());
+  }
+  EXPECT_TRUE(counts_right());
+}
+
 TEST(ParallelFor, CancelStopsWithin) {
   std::atomic<bool> cancel{false};
   std::atomic<std::int64_t> runs{0};
@@ -179,13 +238,16 @@ TEST(Threads, WorkAfterFork) {
   set_num_threads(2);
   Case c(Pattern::dilated({32, 64}, {1, 2}), {}, {1, 128, 4, 4, 32});
   const testing::Results before = c.run();  // workers exist in the parent
+  std::optional<Seat> seat(std::in_place);  // a child has lost its parent's
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
     alarm(20);  // a deadlock must end as a failure
+    seat.reset();
     const testing::Results after = c.run();
-    _exit(after.out == before.out && after.dk == before.dk ? 0 : 1);
+    _exit(after.out == before.out && after.dk == before.dk && counts_right() ? 0 : 1);
   }
+  seat.reset();
   int status = 0;
   waitpid(child, &status, 0);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);

@@ -167,6 +167,7 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
 
 void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                              const Call& call) const {
+  if (q.device.type == DeviceType::cuda) gpu::refuse_earlier_errors();
   if (!call.query_ranges.empty())
     throw InvalidArgument("query_ranges", "query_ranges over a ring: the queries of a rank are its shard");
   if (!call.pieces.empty()) throw InvalidArgument("pieces", "pieces over a ring: k and v are the rank's own rows");

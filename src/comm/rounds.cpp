@@ -202,7 +202,7 @@ struct RoundPieces {
 /// body(entry, row, head) over all rows of a tensor, in parallel.
 template <class Body>
 void sweep(const ConstTensorView& view, Body&& body) {
-  for_each_block(view, [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
+  for_each_block(view, num_threads(), [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
       for (std::int64_t head = 0; head < view.heads(); ++head) body(entry, row, head);
     }

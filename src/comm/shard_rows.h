@@ -60,12 +60,15 @@ inline TensorView message_rows(std::byte* payload, std::int64_t pairs, const Con
 
 inline constexpr std::int64_t kRowsAtOnce = 64;  // of a thread: enough that sharing out rows costs nothing
 
+inline std::int64_t bytes_of(const ConstTensorView& view) {
+  return view.batch() * view.rows() * view.heads() * view.columns() * size_of(view.dtype);
+}
+
 /// Calls body(entry, first row, last row) for blocks of all rows of a tensor, in parallel.
 template <class Body>
-void for_each_block(const ConstTensorView& view, Body&& body) {
+void for_each_block(const ConstTensorView& view, int threads, Body&& body) {
   const std::int64_t rows = view.rows(), blocks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  const std::int64_t bytes = view.batch() * rows * view.heads() * view.columns() * size_of(view.dtype);
-  parallel_for(threads_for_bytes(bytes), view.batch() * blocks, {}, [&](int, std::int64_t item) {
+  parallel_for(threads, view.batch() * blocks, {}, [&](int, std::int64_t item) {
     const std::int64_t begin = item % blocks * kRowsAtOnce;
     body(item / blocks, begin, std::min(begin + kRowsAtOnce, rows));
   });
@@ -198,18 +201,19 @@ inline void convert(const TensorView& target, const ConstTensorView& source, voi
   if (target.device.type == DeviceType::cuda) return gpu::convert(target, source, stream);
   dispatch_storage(target.dtype, [&]<class To>() {
     dispatch_storage(source.dtype, [&]<class From>() {
-      for_each_block(source, [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
-        for (std::int64_t row = begin; row < end; ++row) {
-          for (std::int64_t head = 0; head < source.heads(); ++head) {
-            To* const to = target.at<To>(entry, row, head);
-            const From* const from = source.at<From>(entry, row, head);
-            for (std::int64_t column = 0; column < source.columns(); ++column) {
-              if constexpr (std::is_same_v<To, From>) to[column] = from[column];
-              else to[column] = from_float<To>(to_float(from[column]));
-            }
-          }
-        }
-      });
+      for_each_block(source, threads_for_bytes(bytes_of(source)),
+                     [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
+                       for (std::int64_t row = begin; row < end; ++row) {
+                         for (std::int64_t head = 0; head < source.heads(); ++head) {
+                           To* const to = target.at<To>(entry, row, head);
+                           const From* const from = source.at<From>(entry, row, head);
+                           for (std::int64_t column = 0; column < source.columns(); ++column) {
+                             if constexpr (std::is_same_v<To, From>) to[column] = from[column];
+                             else to[column] = from_float<To>(to_float(from[column]));
+                           }
+                         }
+                       }
+                     });
     });
   });
 }
@@ -218,12 +222,14 @@ inline void convert(const TensorView& target, const ConstTensorView& source, voi
 inline void clear(const TensorView& view, void* stream = nullptr) {
   if (view.device.type == DeviceType::cuda) return gpu::clear(view, stream);
   const std::size_t bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
-  for_each_block(view, [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      for (std::int64_t head = 0; head < view.heads(); ++head)
-        std::memset(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), 0, bytes);
-    }
-  });
+  for_each_block(
+      view, threads_for_bytes(bytes_of(view)), [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
+        for (std::int64_t row = begin; row < end; ++row) {
+          for (std::int64_t head = 0; head < view.heads(); ++head)
+            std::memset(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), 0,
+                        bytes);
+        }
+      });
 }
 
 /// A tensor of a pool's memory, in the shape of another and on its device.

@@ -295,7 +295,7 @@ Seat::Seat() : own_(!seated && !inside_loop) {
 }
 
 Seat::~Seat() {
-  if (!own_) return;
+  if (!own_ || !seated) return;  // a forked child lost it with its parent's pool
   seated = false;
   pool().leave();
 }

@@ -172,7 +172,7 @@ TEST(Fault, RanksThatDisagreeAllRaise) {
 }
 
 TEST(Checksum, EveryBitCountsInEveryMessage) {
-  constexpr std::size_t kLong = 300 * 1024;  // several parts
+  constexpr std::size_t kLong = 600 * 1024;  // several parts, and threads
   const MessageBuffer messages[] = {{0, 203, {}}, {1, kLong, {}}, {2, 0, {}}};
   for (const MessageBuffer& message : messages) {
     for (std::size_t i = 0; i < message.bytes(); ++i) message.host_payload()[i] = static_cast<std::byte>(i * 7);

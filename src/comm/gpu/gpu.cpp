@@ -164,6 +164,8 @@ void wait(int device, void* stream) {
   cuda::check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "waiting for a stream");
 }
 
+void refuse_earlier_errors() { cuda::refuse_earlier_errors(); }
+
 bool busy(int device, void* stream) {
   const cuda::DeviceGuard guard(device);
   const cudaError_t status = cudaStreamQuery(static_cast<cudaStream_t>(stream));

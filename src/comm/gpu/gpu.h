@@ -49,6 +49,8 @@ void copy_now(void* target, const void* source, std::size_t bytes, int device);
 void wait(int device, void* stream);
 /// Whether the stream still has work.
 bool busy(int device, void* stream);
+/// Throws CudaError if an earlier CUDA call of this thread failed and nobody looked.
+void refuse_earlier_errors();
 
 /// As their namesakes in shard_rows.h, in the order of a stream. convert: from or to float32.
 void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,

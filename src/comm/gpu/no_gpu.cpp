@@ -24,6 +24,7 @@ void copy(void*, const void*, std::size_t, int, void*) { refuse(); }
 void copy_now(void*, const void*, std::size_t, int) { refuse(); }
 void wait(int, void*) { refuse(); }
 bool busy(int, void*) { refuse(); }
+void refuse_earlier_errors() { refuse(); }
 void pack(std::byte*, std::span<const ExchangeRun>, std::span<const RowRange>, const ConstTensorView&,
           const ConstTensorView&, void*) {
   refuse();

@@ -24,10 +24,12 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
   const Problem& problem = plan.problem();
   const std::int64_t tile = engine.backward_key_tile;
   std::int64_t keys = std::max(engine.backward_key_budget / problem.head_dim / tile, std::int64_t{2}) * tile;
-  // A rank of a ring has some of the queries, and only segments with queries have tasks.
+  // A rank of a ring has some of the queries, and only segments with queries have tasks. Its gradients equal one
+  // device's to rounding, whatever the cut.
   const double share =
-      problem.tokens > 0 ? std::min(1.0, static_cast<double>(problem.query_rows) / static_cast<double>(problem.tokens))
-                         : 1.0;
+      problem.has_piece_gradients && problem.tokens > 0
+          ? std::min(1.0, static_cast<double>(problem.query_rows) / static_cast<double>(problem.tokens))
+          : 1.0;
   const auto tasks = [&] {
     double count = 0;
     for (const BranchPlan& branch : plan.branches()) {

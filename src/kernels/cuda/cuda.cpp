@@ -39,7 +39,10 @@ Machine look() {
   }
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties;
-    if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
+    if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) {
+      cudaGetLastError();
+      continue;
+    }
     machine.devices.push_back({properties.name, properties.major * 10 + properties.minor,
                                properties.multiProcessorCount, static_cast<int>(properties.sharedMemPerBlockOptin),
                                properties.totalGlobalMem});

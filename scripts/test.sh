@@ -65,6 +65,7 @@ END
   command -v nvidia-smi >/dev/null || cuda=OFF
   CMAKE_ARGS="${CMAKE_ARGS:-} -DLONGSPAN_CUDA=$cuda" pip_install --no-build-isolation --no-deps --force-reinstall .
   build/venv/bin/python -m pytest -q "${markers[@]}" python/tests
+  check_machine_code
 }
 # torch from PyPI brings CUDA libraries on x86-64 (several GB); LONGSPAN_TORCH_INDEX names another index, such as torch's own
 # of CPU-only builds, to spare them.
@@ -72,6 +73,19 @@ install_torch() {
   build/venv/bin/python -c 'import torch' 2>/dev/null && return
   say "installing torch: a large download"
   pip_install ${LONGSPAN_TORCH_INDEX:+--index-url "$LONGSPAN_TORCH_INDEX"} torch
+}
+
+# ctest looks at the machine code of the Hopper kernels where the CUDA toolkit has a disassembler. Reduced installations have
+# none, but the triton that comes with torch does.
+check_machine_code() {
+  local folder=build/$preset dump
+  has_part "$preset" CUDA && grep -q '^LONGSPAN_CUOBJDUMP:.*NOTFOUND' "$folder/CMakeCache.txt" || return 0
+  dump=$(find build/venv -path '*/nvidia/bin/cuobjdump' -print -quit)
+  if [[ -z $dump ]]; then
+    leave_out "machine code of the Hopper kernels (no cuobjdump)"
+    return 0
+  fi
+  python3 scripts/check_sass.py "$dump" "$folder"/src/CMakeFiles/longspan_hopper.dir/kernels/hopper/*.o
 }
 
 # Rings are tested over MPI, too; the library does without.

@@ -43,7 +43,7 @@ def gpu_table() -> list[str]:
     for name, title in GPU_ROWS.items():
         forward, both = rows[name]["forward"], rows[name]["forward_backward"]
         ours = [forward[who] for who in ("longspan", "engine") if who in forward]
-        time = " / ".join(f"{one['burst_ms']:.3g}" for one in ours) + " ms"
+        time = " / ".join(f"{one['burst_ms']:#.3g}" for one in ours) + " ms"
         if ours[-1]["burst_tflops"] > 400:  # small problems wait for launches: their rate says little
             time += f", {ours[-1]['burst_tflops']:.0f} TFLOP/s"
         lines.append(f"| {title} | {time} | {faster(forward)} | {faster(both)} |")

@@ -165,8 +165,8 @@ std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threa
   };
   std::int64_t rows = most;
   while (rows > 2 * kMostSharedHeads && too_few(strands, rows)) rows /= 2;
-  // A rank of a ring has some of the strands, and shares the threads with other ranks: what it must not have is one
-  // long task at its end.
+  // A call with some of the queries, as a rank of a ring makes it, has some of the strands. Ranks share the threads:
+  // what a rank must not have is one long task at its end.
   const double own = strands * static_cast<double>(problem.query_rows) /
                      static_cast<double>(std::max<std::int64_t>(problem.tokens, 1));
   while (rows > most / 4 && rows > 2 * kMostSharedHeads && too_few(own, rows)) rows /= 2;

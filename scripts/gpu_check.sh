@@ -85,7 +85,7 @@ step_sanitizer() {
     run "$tool.hopper" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_test" \
       --gtest_filter='*Matches*slide_bf16*:*Matches*slide_d256_f16_causal:*Matches*groups_d192_bf16:*Matches*packed_strands_f16' &
     run "$tool.hopper_backward" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_backward_test" \
-      --gtest_filter='*Matches*dense_ragged_bf16:*Matches*short_wide_f16_causal:*Matches*groups_d72_bf16' &
+      --gtest_filter='*Matches*dense_ragged_bf16:*Matches*short_wide_f16_causal:*Matches*groups_d72_bf16:*Matches*slide_d40_bf16:*Matches*slide_d256_f16_causal' &
   done
 }
 step_bench() {

@@ -28,6 +28,8 @@ struct Setting {
 std::vector<Setting> settings() {
   const Pattern groups = Pattern::dilated({512, 1024, 2048}, {1, 2, 4}), ragged = Pattern::dilated({700, 1500}, {3, 4});
   const Pattern slide = Pattern::longnet({300, 900, 4000}, {1, 2, 5}, PhaseRule::torchscale).with_pad_keys();
+  std::vector<RowRange> many;  // more than one launch holds
+  for (std::int64_t i = 0; i < 12; ++i) many.push_back({(i * 7 % 12) * 125, 30 + 5 * i});
   return {{"dense", Pattern::dense(), {1, 768, 2, 2, 64}, {}, {}},
           {"dense_wide", Pattern::dense(), {1, 650, 2, 2, 128}, {}, {}},
           {"dense_ragged", Pattern::dense(), {2, 701, 1, 1, 64}, {}, {}},
@@ -54,7 +56,15 @@ std::vector<Setting> settings() {
           {"slide", slide, {1, 1501, 4, 4, 48}, {}, {}, true},
           {"slide_lengths", slide, {2, 1201, 4, 4, 64}, {1200, 77}, {}, true},
           {"slide_wide", slide, {1, 1201, 4, 2, 128}, {}, {}, true},
-          {"slide_ranges", slide, {1, 2001, 4, 4, 48}, {}, {{1000, 1001}, {5, 300}}, true}};
+          {"slide_ranges", slide, {1, 2001, 4, 4, 48}, {}, {{1000, 1001}, {5, 300}}, true},
+          {"slide_d40", slide, {2, 1501, 4, 4, 40}, {}, {}, true},
+          {"slide_d72", slide, {2, 1201, 4, 2, 72}, {900, 1201}, {}, true},
+          {"slide_d96", slide, {1, 1201, 4, 4, 96}, {}, {}, true},
+          {"slide_d256", slide, {2, 1001, 4, 2, 256}, {1001, 640}, {}, true},
+          {"slide_grouped_ranges", slide, {2, 2001, 6, 2, 64}, {2001, 1200}, {{1000, 1001}, {5, 300}}, true},
+          {"slide_wide_ranges", slide, {2, 2001, 4, 4, 136}, {}, {{1000, 1001}, {5, 300}}, true},
+          {"slide_many_ranges", slide, {1, 1501, 4, 4, 64}, {}, many, true},
+          {"slide_short", Pattern::longnet({33, 100}, {1, 3}), {2, 1111, 4, 4, 64}, {}, {}, true}};
 }
 
 using Parameters = std::tuple<Setting, DType, bool>;
@@ -151,11 +161,16 @@ INSTANTIATE_TEST_SUITE_P(Hopper, HopperBackward,
                                             ::testing::Bool()),
                          name_of_case);
 
-/// NaN in rows beyond `lengths`, or in one strand, reaches no other strand, although tiles end between strands.
-TEST(HopperGradients, NaNStaysInItsStrand) {
+/// NaN in rows beyond `lengths`, or in one strand, reaches no other strand, although tiles end between strands, and
+/// tiles of dq that branches share are added past a strand's end.
+class HopperNaN : public ::testing::TestWithParam<std::tuple<bool, std::int64_t>> {};
+TEST_P(HopperNaN, StaysInItsStrand) {
   LONGSPAN_NEEDS_HOPPER(Pass::backward);
-  for (const std::int64_t head_dim : {64, 128, 256}) {
-    Case c(Pattern::dilated({200, 400}, {1, 2}), with(false), {2, 1000, 2, 2, head_dim}, DType::bf16);
+  const auto [merges, head_dim] = GetParam();
+  for (const bool deterministic : {false, true}) {
+    if (deterministic && head_dim > 128) continue;
+    const Pattern pattern = merges ? Pattern::longnet({200, 400}, {1, 2}) : Pattern::dilated({200, 400}, {1, 2});
+    Case c(pattern, with(false, deterministic), {2, 1000, 2, 2, head_dim}, DType::bf16);
     c.lengths = {1000, 333};
     for (std::int64_t column = 0; column < head_dim; ++column) {
       for (std::int64_t head = 0; head < 2; ++head) {
@@ -172,14 +187,26 @@ TEST(HopperGradients, NaNStaysInItsStrand) {
     const Results& got = device.download();
     for (const Tensor* tensor : {&got.dq, &got.dk, &got.dv}) {
       tensor->for_each([&](auto entry, auto row, auto head, auto column) {
-        const bool poisoned =
-            entry == 0 && (head == 0 ? row >= 400 && row < 600 : row >= 400 && row < 800 && row % 2 == 1);
-        ASSERT_EQ(std::isnan(tensor->at(entry, row, head, column)), poisoned)
-            << "entry " << entry << " row " << row << " head " << head << " head_dim " << head_dim;
+        // By groups head 0 has segments of 200 and head 1 those of 400, at odd rows; else both have both, head 0 at
+        // even rows, and queries that see NaN hand it on to the keys of their segment of 200.
+        const bool near = row >= 400 && row < 600, far = row >= 400 && row < 800;
+        const bool reached =
+            merges ? near || (far && (tensor != &got.dq || row % 2 == head)) : (head == 0 ? near : far && row % 2 == 1);
+        ASSERT_EQ(std::isnan(tensor->at(entry, row, head, column)), entry == 0 && reached)
+            << "entry " << entry << " row " << row << " head " << head << " of "
+            << (tensor == &got.dq   ? "dq"
+                : tensor == &got.dk ? "dk"
+                                    : "dv");
       });
     }
   }
 }
+INSTANTIATE_TEST_SUITE_P(Hopper, HopperNaN,
+                         ::testing::Combine(::testing::Bool(), ::testing::Values<std::int64_t>(40, 64, 128, 256)),
+                         [](const auto& parameters) {
+                           return std::string(std::get<0>(parameters.param) ? "slide" : "groups") + "_d" +
+                                  std::to_string(std::get<1>(parameters.param));
+                         });
 
 /// Scores far below 0 make weights of keys that do not exist overflow, if these are not masked.
 TEST(HopperGradients, VeryNegativeScores) {
@@ -259,9 +286,11 @@ TEST(HopperGradients, TrainingStepInAGraph) {
 /// Blocks that wait for one another go through many items here; a pair of tiles that is not handed on hangs.
 TEST(HopperGradients, LongStrandsInOrder) {
   LONGSPAN_NEEDS_HOPPER(Pass::backward);
-  for (const std::int64_t head_dim : {64, 128}) {
+  const std::vector<std::tuple<Pattern, std::int64_t>> problems = {
+      {Pattern::dense(), 64}, {Pattern::dense(), 128}, {Pattern::longnet({1024, 5792}, {1, 2}), 48}};
+  for (const auto& [pattern, head_dim] : problems) {
     for (const bool causal : {false, true}) {
-      const Case c(Pattern::dense(), with(causal, true), {1, 8192, 8, 8, head_dim}, DType::bf16);
+      const Case c(pattern, with(causal, true), {1, 8192, 8, 8, head_dim}, DType::bf16);
       const Attention attention(c.pattern, c.options);
       DeviceCase device(c);
       device.forward(attention, device.call());
@@ -299,6 +328,7 @@ TEST(HopperGradients, RefusalsSayWhy) {
   options.detached_mix = true;
   names(why(problem_of(300, 4, 64), options, Pattern::longnet({64, 128}, {1, 2})), "detached_mix");
   names(why(problem_of(1'048'576, 8, 64), {}, Pattern::dilated({16}, {1})), "4.0 times the rows of dq, 3 at most");
+  names(why(problem_of(262'144, 8, 16), {}, Pattern::longnet({1, 2}, {1, 1})), "keeps row values strand by strand");
   EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel(Pass::backward)->name, kHopper);
 }
 
@@ -367,6 +397,36 @@ TEST(HopperWork, StrandsTogetherKeepTheirOrder) {
     ASSERT_EQ(found, items);
     ASSERT_EQ(taken.size(), launch.together);
   }
+}
+
+/// Needs no GPU: one float32 accumulator for each gradient, two row values, and nothing else, however many branches
+/// share rows; where they share none, sums of dq go by strands, rounded up.
+TEST(HopperWork, OneAccumulatorForEachGradient) {
+  const Pattern slide = Pattern::longnet({1024, 5792, 32768, 185363, 1048576}, {1, 2, 4, 8, 16}, PhaseRule::torchscale);
+  for (const std::int64_t head_dim : {40, 48, 64, 96, 128, 136, 256}) {
+    for (const bool deterministic : {false, true}) {
+      if (deterministic && head_dim > 128) continue;
+      Problem problem = problem_of(10'001, 16, head_dim);
+      problem.batch = 2;
+      problem.kv_heads = 8;
+      Options options;
+      options.deterministic = deterministic;
+      const Plan plan(slide, options, problem);
+      const std::size_t columns =
+          static_cast<std::size_t>(head_dim <= 128 ? (head_dim + 15) / 16 * 16 : (head_dim + 63) / 64 * 64);
+      const std::size_t dq = sizeof(float) * 2 * 16 * 10'001 * columns;
+      const std::size_t keys = 2 * sizeof(float) * 2 * 8 * 10'001 * static_cast<std::size_t>(head_dim);
+      const std::size_t rows = static_cast<std::size_t>(hopper::sum_rows(plan));
+      const std::size_t counters = deterministic ? rows / hopper::kSumTileRows * 2 * sizeof(unsigned) : 0;
+      const std::size_t bytes = hopper::backward_workspace_bytes(plan), least = dq + keys + 2 * rows * sizeof(float);
+      EXPECT_GE(bytes, least + counters) << head_dim;
+      EXPECT_LE(bytes, least + counters + 4096) << head_dim;
+      EXPECT_EQ(sizeof(float) * static_cast<std::size_t>(hopper::sum_count(plan)), dq) << head_dim;
+      EXPECT_LT(rows, 2 * 2 * 16 * 10'001u);
+    }
+  }
+  const Plan groups(Pattern::dilated({512, 1024}, {1, 2}), {}, problem_of(1024, 2, 64));
+  EXPECT_EQ(hopper::sum_count(groups), (2 * 512 + 512) * 64);
 }
 
 /// Needs no GPU: strands have places of their own, within what the plan said, whatever the query ranges.

@@ -102,26 +102,23 @@ cudaError_t with_columns(int columns, bool lists, Body&& body) {
 
 template <class T>
 cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
-  if (launch.parts.lists) {
-    return with_columns(launch.parts.base.columns, true, [&]<int kColumns>() {
-      if constexpr (kColumns == 64 || kColumns == 128) {
-        using S = BackwardShape<T, kColumns, true>;
-        return start_early<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
-      } else {
-        return cudaErrorInvalidValue;
-      }
-    });
-  }
-  return with_columns(launch.parts.base.columns, false, [&]<int kColumns>() {
-    using S = BackwardShape<T, kColumns>;
+  const auto start = [&]<class S>() {
     return start_early<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
+  };
+  return with_columns(launch.parts.base.columns, launch.parts.lists, [&]<int kColumns>() {
+    if (launch.parts.lists) {
+      if constexpr (kColumns == 64 || kColumns == 128)
+        return start.template operator()<BackwardShape<T, kColumns, true>>();
+      else return cudaErrorInvalidValue;
+    }
+    if (launch.parts.base.merges) return start.template operator()<BackwardShape<T, kColumns, false, true>>();
+    return start.template operator()<BackwardShape<T, kColumns>>();
   });
 }
 template <class T>
 cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
   return with_columns(launch.base.columns, launch.lists, [&]<int kColumns>() {
-    // Where branches share rows, all rows of dq are written by the conversion.
-    const std::int64_t blocks = static_cast<std::int64_t>(launch.items) + (launch.base.merges ? 0 : launch.fill_items);
+    const std::int64_t blocks = static_cast<std::int64_t>(launch.items) + launch.fill_items;
     if (blocks == 0) return cudaSuccess;
     return cuda::start<&prepare<BackwardShape<T, kColumns>>>(blocks, kPartsThreads, 0, stream, launch);
   });

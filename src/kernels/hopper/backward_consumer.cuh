@@ -165,10 +165,23 @@ struct BackwardConsumer {
   // exponentials: the fence before that waits for the stores, which are long done there.
   __device__ __forceinline__ void stage() const {
     wait(memory.sum_free(group), q.stage ^ 1);  // one tile, one turn: the stage of Q, which has gone on, is the parity
-    const std::uint32_t place = memory.sums(group) + warp() * S::kWarpSums * 4 + lane * 16;
+    if constexpr (S::kMerges) {  // in blocks of 16 columns (backward_launch.h), as the copy engine swizzles them
+      const int row = own_row();
+      const std::uint32_t even = memory.sums(group) + row * S::kSumRow +
+                                 (((lane & 2) ^ (row >> 1 & 3)) << 4 | (lane & 1) << 3),
+                          odd = even ^ 16;
 #pragma unroll
-    for (int j = 0; j < S::kSumColumns / 8; ++j)
-      store_floats(place + j * 512, dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2], dqueries[4 * j + 3]);
+      for (int j = 0; j < S::kSumColumns / 8; ++j) {
+        const std::uint32_t at = (j % 2 ? odd : even) + j / 2 * S::kSumBlock;
+        store_pair(at, dqueries[4 * j], dqueries[4 * j + 1]);
+        store_pair(at + 8 * S::kSumRow, dqueries[4 * j + 2], dqueries[4 * j + 3]);
+      }
+    } else {
+      const std::uint32_t place = memory.sums(group) + warp() * S::kWarpSums * 4 + lane * 16;
+#pragma unroll
+      for (int j = 0; j < S::kSumColumns / 8; ++j)
+        store_floats(place + j * 512, dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2], dqueries[4 * j + 3]);
+    }
   }
   __device__ __forceinline__ void hand_on() const {
     if constexpr (S::kShared) return;
@@ -178,9 +191,9 @@ struct BackwardConsumer {
   }
 
   /// All lanes arrive. With heads over 128 the compiler is not told that they do: a predicate costs it a word less of
-  /// spilled registers in the loop than none.
+  /// spilled registers in the loop than none, unless branches share rows.
   __device__ __forceinline__ void free_tile(std::uint32_t stage) {
-    if constexpr (S::kShared) {
+    if constexpr (S::kShared && !S::kMerges) {
       int any = lane;
       asm volatile("" : "+r"(any));
       if (any < kWarpThreads) arrive(memory.tile_free(stage));
@@ -190,14 +203,33 @@ struct BackwardConsumer {
   }
 
   /// A part of dQ of a tile, straight to memory: with heads over 128 shared memory has no room for it.
-  __device__ __forceinline__ void add_queries(const BackwardTask& task, int of_tile, int part) const {
-    const std::int64_t sums =
-        static_cast<std::int64_t>(task.first_sums + of_tile) * S::kBlocks + group * S::kSumTiles + part;
-    float* const place = a.parts.sums + sums * S::kSumTile + warp() * S::kWarpSums + lane * 4;
+  __device__ __forceinline__ void add_queries(const typename S::Item& task, int of_tile, int part) const {
+    if constexpr (S::kMerges && S::kShared) {
+      add_shared_queries(task, of_tile, part);
+    } else {
+      const std::int64_t sums =
+          static_cast<std::int64_t>(task.first_sums + of_tile) * S::kBlocks + group * S::kSumTiles + part;
+      float* const place = a.parts.sums + sums * S::kSumTile + warp() * S::kWarpSums + lane * 4;
 #pragma unroll
-    for (int j = 0; j < S::kSumColumns / 8; ++j)
-      cuda::add_four(place + j * 128,
-                     make_float4(dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2], dqueries[4 * j + 3]));
+      for (int j = 0; j < S::kSumColumns / 8; ++j)
+        cuda::add_four(place + j * 128,
+                       make_float4(dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2], dqueries[4 * j + 3]));
+    }
+  }
+
+  /// The same to rows that branches share. What there is of rows after the strand's end, and of columns after the last,
+  /// are zeros unless the strand has NaN: they go to its last row and to the last columns, since predicated reductions
+  /// become branches.
+  __device__ __forceinline__ void add_shared_queries(const BackwardMergedTask& task, int of_tile, int part) const {
+    const int first = min((group * S::kSumTiles + part) * S::kSumColumns, a.parts.sum_columns - S::kSumColumns);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(of_tile * kSumTileRows + own_row() + 8 * half, task.queries - 1);
+      float* const place = task.sums + row * task.sum_step + first + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < S::kSumColumns / 8; ++j)
+        add_two(place + 8 * j, dqueries[4 * j + 2 * half], dqueries[4 * j + 2 * half + 1]);
+    }
   }
 
   /// dK or dV of this group's keys to float32 sums, where several items add to one row; pairs of lanes swap halves so

@@ -2,6 +2,10 @@
 //   Row values and sums of dq are kept strand by strand, each from a multiple of 64 rows on, so that a tile of queries
 //   is one run of memory. Sums lie in tiles of 64 rows by 48 or 64 columns, in the order in which a warp group holds
 //   them: [warp][8 columns][lane] of four floats, {row, column}, {row, column + 1}, {row + 8, ...}, {row + 8, ...}.
+//   Where branches share rows, all of them add to one row of sums: [entry][head][row of q][columns], by maps of which
+//   one box is a tile of a strand, as for q. Columns come in blocks of 16, of which the second and the third four have
+//   changed places: so a warp's stores to a tile of such rows, swizzled over 64 bytes, are in different banks. Heads
+//   over 128, whose sums do not go through shared memory, have them in their order.
 #pragma once
 
 #include "kernels/hopper/launch.h"
@@ -9,6 +13,8 @@
 namespace longspan::hopper {
 
 inline constexpr int kSumTileRows = 64;
+inline constexpr int kSumBlockColumns = 16;  // of shared rows of sums
+inline constexpr int kWidestStaged = 128;    // head dim up to which dq goes through shared memory
 inline constexpr int kKeyTileRows = 128;
 inline constexpr int kWarpsOfKeys = 8;  // that hold a tile of keys
 inline constexpr int kMostHalved = 66;  // items: half of the multiprocessors of the GPU that this is made for
@@ -60,7 +66,12 @@ struct PartsLaunch {
   bool zero_keys;                       // uncovered rows of dk and dv are those of dq, and nobody else writes them
   bool lists;                           // some branch has a block mask
   bool splits;                          // some lists are cut: only the keys of these are added up in sums
+  int sum_columns;                      // where branches share rows: of a row of sums
 
+  /// Sums of a row of q, where branches share them.
+  LONGSPAN_DEVICE float* shared_row(int entry, int head, std::int64_t q_row) const {
+    return sums + base.packed_row(entry, q_row, head) * sum_columns;
+  }
   LONGSPAN_DEVICE std::int64_t row(const cuda::Item& item) const {
     return places[item.range * base.branch_count + item.branch].row(base.branches[item.branch], item.entry, item.head,
                                                                     item.segment);
@@ -80,6 +91,7 @@ struct alignas(128) BackwardLaunch {
   float* halves;    // what these leave for one another
   int told_tiles;   // deterministic: tiles of queries that one block tells the next of at a time
   unsigned together;  // deterministic: strands of all works, where each of them is one chunk; 0: work after work
+  CUtensorMap sums[kMaxMaps];  // of dq, where branches share rows
 
   LONGSPAN_DEVICE int map(int branch, int phase, int longer) const {
     return first_map[branch] + (longer > 0 && phase >= longer);
@@ -148,6 +160,12 @@ struct BackwardListTask : BackwardTask {
   bool split;   // one of several items that have these keys
   int first_key;
   cuda::BlockWalk list;
+};
+
+/// An item of branches that share rows, of heads over 128.
+struct BackwardMergedTask : BackwardTask {
+  float* sums;            // of the first query
+  std::int64_t sum_step;  // numbers from one query's to the next one's
 };
 
 /// What consumers are told of a tile of queries in lists: its first query; in bits 0 and 1 whether a group masks

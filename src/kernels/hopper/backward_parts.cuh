@@ -58,6 +58,16 @@ __device__ __forceinline__ void zero_uncovered(const PartsLaunch& a, const cuda:
   }
 }
 
+/// Zeros to the sums of rows that branches share.
+__device__ __forceinline__ void zero_shared(const PartsLaunch& a, const cuda::Item& item) {
+  const cuda::DeviceRange& range = a.base.ranges[item.range];
+  const int first = item.tile * cuda::kFillRows, rows = min(cuda::kFillRows, range.count - first);
+  float4* const sums = reinterpret_cast<float4*>(a.shared_row(item.entry, item.head, range.first_row + first));
+#pragma unroll 4
+  for (int i = threadIdx.x; i < rows * (a.sum_columns / 4); i += kPartsThreads)
+    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
 /// lse and delta of each row in strand order, zeros in the sums of dq. Rows after a strand's end are zeroed too: sums
 /// are in the order of registers, where they lie between rows that exist.
 template <class S>
@@ -70,7 +80,7 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
     for (int i = threadIdx.x; i < kMostHalved * kWarpsOfKeys; i += kPartsThreads) a.joined[i] = 0;
   }
   const cuda::Item item = a.base.decode(blockIdx.x);
-  if (item.branch < 0) return zero_uncovered<T>(a, item);
+  if (item.branch < 0) return a.base.merges ? zero_shared(a, item) : zero_uncovered<T>(a, item);
   const QueryTile tile(a, item);
   if (tile.rows <= 0) return;
   const int chunk = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
@@ -85,10 +95,12 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
     dout[pass].load(reinterpret_cast<const T*>(a.base.dout.data) + a.base.dout.offset(item.entry, q_row, item.head) +
                     chunk * 8);
   }
-  float4* const sums = reinterpret_cast<float4*>(a.sums + tile.row * S::kBlocks * S::kSumColumns);
+  if (!a.base.merges) {
+    float4* const sums = reinterpret_cast<float4*>(a.sums + tile.row * S::kBlocks * S::kSumColumns);
 #pragma unroll
-  for (int i = threadIdx.x; i < S::kBlocks * S::kSumTile / 4; i += kPartsThreads)
-    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = threadIdx.x; i < S::kBlocks * S::kSumTile / 4; i += kPartsThreads)
+      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
   if (a.turns && threadIdx.x < S::kBlocks) a.turns[tile.row / kSumTileRows * S::kBlocks + threadIdx.x] = 0;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
@@ -214,62 +226,36 @@ __global__ void __launch_bounds__(kPartsThreads) convert_tiles(const __grid_cons
 inline constexpr int kQuarters = 4,
                      kQuarterRows = cuda::kFillRows / kQuarters;  // of an item: enough blocks to fill a GPU
 
-/// Sums to dq, row by row: branches that cover a row are added up in their order. The threads of a row look for it in a
-/// branch each, since that takes divisions.
+/// Sums to dq, row by row, where branches share them; those that no branch covers are zeros.
 template <class S>
 __global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_constant__ PartsLaunch a) {
   using T = typename S::Element;
-  constexpr int kLanes = S::kBlocks * 8, kRounds = (cuda::kMaxBranches + kLanes - 1) / kLanes;
+  constexpr int kLanes = S::kBlocks * 8;
   const unsigned row_blocks = a.fill_items * kQuarters;
   await_previous();
   if (blockIdx.x >= row_blocks) return convert_keys<S>(a, blockIdx.x - row_blocks);
   const cuda::Item item = a.base.decode(a.items + blockIdx.x / kQuarters);
   const cuda::DeviceRange& range = a.base.ranges[item.range];
-  const int length = a.base.length(item.entry), chunk = threadIdx.x % kLanes;
+  const int chunk = threadIdx.x % kLanes, column = chunk * 8;
+  if (column >= a.base.columns) return;
+  // Columns of a thread in sums (backward_launch.h), and how far its second four are from the first.
+  constexpr int kApart = S::kShared ? 4 : 8;
+  const int place = S::kShared ? column : chunk / 2 * kSumBlockColumns + chunk % 2 * 4;
+  const int first = item.tile * cuda::kFillRows + blockIdx.x % kQuarters * kQuarterRows;
+#pragma unroll
   for (int i = threadIdx.x / kLanes; i < kQuarterRows; i += kPartsThreads / kLanes) {
-    const int local = item.tile * cuda::kFillRows + blockIdx.x % kQuarters * kQuarterRows + i;
-    const int position = range.start + local;
-    const bool exists = local < range.count;
-    std::int64_t found[kRounds];
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      const int b = round * kLanes + chunk;
-      found[round] = -1;
-      if (b >= a.base.branch_count || !exists || position >= length) continue;
-      const cuda::DeviceBranch& branch = a.base.branches[b];
-      const int segment = position / branch.segment, inside = position - segment * branch.segment;
-      const int row = inside / branch.dilation;
-      if (!branch.owns(item.head) || !branch.active(length) ||
-          inside - row * branch.dilation != branch.phase(item.head))
-        continue;
-      const cuda::StrandQueries queries = cuda::queries_of(branch.strand(item.head, segment, length), range);
-      found[round] = a.places[item.range * a.base.branch_count + b].row(branch, item.entry, item.head, segment) + row -
-                     queries.begin;
-    }
-    float total[8] = {};
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      for (int b = round * kLanes; b < min(a.base.branch_count, (round + 1) * kLanes); ++b) {
-        const std::int64_t row = __shfl_sync(~0u, found[round], b % kLanes, kLanes);
-        if (row < 0 || chunk * 8 >= a.base.columns) continue;
-        const int within = static_cast<int>(row % kSumTileRows);
-        const float2* const sums = reinterpret_cast<const float2*>(
-            a.sums + (row / kSumTileRows * S::kBlocks + chunk / 8) * S::kSumTile + within / 16 * S::kWarpSums +
-            chunk % 8 * 128 + within % 8 * 16 + within / 8 % 2 * 2);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 two = __ldcs(sums + 2 * j);
-          total[2 * j] += two.x;
-          total[2 * j + 1] += two.y;
-        }
-      }
-    }
-    if (!exists || chunk * 8 >= a.base.columns) continue;
-    Eight<T> result;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) result.elements[j] = cuda::from_float<T>(total[j] * a.base.sum_scale);
-    result.store(reinterpret_cast<T*>(a.base.dq.data) +
-                 a.base.dq.offset(item.entry, range.first_row + local, item.head) + chunk * 8);
+    if (first + i >= range.count) break;
+    const std::int64_t row = range.first_row + first + i;
+    const float* const sums = a.shared_row(item.entry, item.head, row) + place;
+    const float4 low = __ldcs(reinterpret_cast<const float4*>(sums)),
+                 high = __ldcs(reinterpret_cast<const float4*>(sums + kApart));
+    // Plus 0: zeros that strands add past their ends, in no order, may leave 0 or -0 where a sum has underflowed.
+    const auto two = [&](float x, float y) {
+      return cuda::pack<T>(fmaf(x, a.base.sum_scale, 0.0f), fmaf(y, a.base.sum_scale, 0.0f));
+    };
+    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(a.base.dq.data) + a.base.dq.offset(item.entry, row, item.head) +
+                              column) =
+        make_uint4(two(low.x, low.y), two(low.z, low.w), two(high.x, high.y), two(high.z, high.w));
   }
 }
 

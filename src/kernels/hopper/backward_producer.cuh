@@ -80,6 +80,10 @@ struct BackwardProducer {
     task.stride = strand.stride;
     task.row = a.parts.row(item);
     task.first_sums = static_cast<int>(task.row / kSumTileRows);
+    if constexpr (S::kMerges && S::kShared) {
+      task.sums = a.parts.shared_row(item.entry, item.head, queries.q_row);
+      task.sum_step = static_cast<std::int64_t>(strand.stride) * a.parts.sum_columns;
+    }
     return true;
   }
 
@@ -207,6 +211,25 @@ struct BackwardProducer {
     }
   }
 
+  /// Adds a tile to sums that branches share. Rows after the strand's end are other strands': what was computed for
+  /// them from zeros is NaN where a key is, and becomes zeros again.
+  __device__ __forceinline__ void add_rows(const BackwardTask& task, int group, int place) const {
+    const int first = place * S::kQueries + (S::kWide ? 0 : group * kSumTileRows);
+    const int rows = task.queries - first;
+    const std::uint32_t sums = memory.sums(group);
+    if (rows < kSumTileRows) {
+#pragma unroll 1
+      for (std::uint32_t at = rows * S::kSumRow; at < S::kSumBlock; at += 16) {
+#pragma unroll
+        for (int block = 0; block < S::kSumColumns / kSumBlockColumns; ++block)
+          store_zeros(sums + block * S::kSumBlock + at);
+      }
+      fence_shared();
+    }
+    add_box(&a.sums[task.q_map], sums, task.q_index + first, S::kWide ? group * (kBlockColumns / kSumBlockColumns) : 0,
+            task.q_phase, task.entry * a.parts.base.heads + task.head);
+  }
+
   /// Adds one group's dQ to memory, tile by tile. Deterministic calls add in the order of items: one or two tiles of
   /// queries at a time count those that are done with them. Everything is told before anything is waited for.
   __device__ __forceinline__ void add(int group) const {
@@ -248,8 +271,10 @@ struct BackwardProducer {
           continue;
         }
         if (opens) fence_memory();
-        add_bytes(a.parts.sums + static_cast<std::int64_t>(first + 2 * place) * S::kSumTile, memory.sums(group),
-                  S::kSumBytes);
+        if constexpr (S::kMerges) add_rows(task, group, place);
+        else
+          add_bytes(a.parts.sums + static_cast<std::int64_t>(first + 2 * place) * S::kSumTile, memory.sums(group),
+                    S::kSumBytes);
         commit_stores();
         wait_stores_read<0>();
         arrive(memory.sum_free(group));

@@ -6,10 +6,11 @@
 
 namespace longspan::hopper {
 
-/// kLists: queries are those that lists of a block mask name (backward_lists.cuh).
-template <class T, int kColumnsValue, bool kListsValue = false>
+/// kLists: queries are those that lists of a block mask name (backward_lists.cuh). kMerges: branches share rows, and
+/// one row of sums of dq.
+template <class T, int kColumnsValue, bool kListsValue = false, bool kMergesValue = false>
 struct BackwardShape {
-  static constexpr bool kLists = kListsValue;
+  static constexpr bool kLists = kListsValue, kMerges = kMergesValue;
   using Element = T;
   static constexpr int kColumns = kColumnsValue;
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
@@ -35,10 +36,12 @@ struct BackwardShape {
   static constexpr int kSumColumns = kColumns < 64 ? kColumns : 64;
   static constexpr int kSumTile = kSumTileRows * kSumColumns, kWarpSums = kSumTile / 4;  // floats
   static constexpr int kSumTiles = kShared ? 2 : 1;
+  static constexpr std::uint32_t kSumRow = kSumBlockColumns * 4, kSumBlock = kSumTileRows * kSumRow;  // kMerges
   static constexpr std::uint32_t kSumBytes = kShared ? 0 : kSumTile * 4;  // over 128 they are added from registers
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * 3);
-  using Item = std::conditional_t<kLists, BackwardListTask, BackwardTask>;
+  using Item = std::conditional_t<kLists, BackwardListTask,
+                                  std::conditional_t<kMerges && kShared, BackwardMergedTask, BackwardTask>>;
   using Tasks = Item[kTaskSlots];
   // Of the tiles in stages, and of as many before: their dQ is on its way.
   using Notes = BackwardNote[kLists ? 2 * kStages : 1];

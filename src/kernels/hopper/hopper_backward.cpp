@@ -31,6 +31,13 @@ std::int64_t sum_columns(const Plan& plan) {
   return columns <= 48 && !has_masks(plan) ? 48 : columns <= 64 ? 64 : columns <= 128 ? 128 : 256;
 }
 
+/// Columns of a row of sums that branches share: those of dq, in whole blocks of the copy engine's boxes, or of what a
+/// warp group adds from registers.
+std::int64_t shared_columns(const Problem& problem) {
+  const std::int64_t block = problem.head_dim > kWidestStaged ? kBlockColumns : kSumBlockColumns;
+  return (problem.head_dim + block - 1) / block * block;
+}
+
 /// Queries of a tile, as BackwardShape has them.
 int tile_queries(const Problem& problem) { return problem.head_dim <= 64 ? 128 : 64; }
 int tile_keys(const Problem& problem) { return problem.head_dim <= 128 ? kKeyTileRows : kGroupRows; }
@@ -65,7 +72,7 @@ Space layout(const Plan& plan) {
   // A last tile of row values may end after the last strand.
   take(space.lse, size(rows + kKeyTileRows));
   take(space.delta, size(rows + kKeyTileRows));
-  take(space.sums, size(rows * sum_columns(plan)));
+  take(space.sums, size(sum_count(plan)));
   take(space.ticket, size(1));
   if (const int halved = halved_items(plan); halved > 0) {
     take(space.joined, size(kMostHalved * kWarpsOfKeys));
@@ -115,6 +122,17 @@ bool make_maps(BackwardLaunch& launch, const BackwardArguments& a) {
            encode(launch.dk[map], a.dk, dilation, key_rows, kGroupRows) &&
            encode(launch.dv[map], a.dv, dilation, key_rows, kGroupRows);
   });
+}
+
+void make_sum_maps(BackwardLaunch& launch, const Plan& plan) {
+  const Problem& problem = plan.problem();
+  if (problem.head_dim > kWidestStaged) return;
+  const SharedSums sums{launch.parts.sums, problem.query_rows, shared_columns(problem), problem.batch * problem.heads,
+                        static_cast<int>(std::min<std::int64_t>(sum_columns(plan), kBlockColumns))};
+  const bool made = for_each_map(launch, plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t) {
+    return encode(launch.sums[map], sums, dilation, rows);
+  });
+  if (!made) throw CudaError("the driver refuses maps of the sums of dq; kernel=\"cuda-mma\" needs none");
 }
 
 /// Where strands of each branch in each range of a launch have their rows.
@@ -184,6 +202,12 @@ std::int64_t sum_rows(const Plan& plan) {
   return total;
 }
 
+std::int64_t sum_count(const Plan& plan) {
+  const Problem& problem = plan.problem();
+  if (!plan.merges_branches()) return sum_rows(plan) * sum_columns(plan);
+  return problem.batch * problem.heads * problem.query_rows * shared_columns(problem);
+}
+
 Verdict can_run_backward(const Plan& plan) {
   if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
   const Problem& problem = plan.problem();
@@ -194,14 +218,15 @@ Verdict can_run_backward(const Plan& plan) {
   if (plan.options().detached_mix) return no("has no detached_mix");
   if (has_masks(plan) && plan.options().deterministic)
     return no("has no block masks with gradients that repeat bit for bit");
-  const std::int64_t rows = sum_rows(plan), columns = sum_columns(plan);
-  const double rows_of_dq =
-      static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.query_rows);
-  const double ratio = static_cast<double>(rows) / std::max(rows_of_dq, 1.0);
-  if (ratio > kMostSums && rows * columns * static_cast<std::int64_t>(sizeof(float)) > kSmallSums)
-    return no(
-        "adds up dq strand by strand in steps of {} rows: here that takes {:.1f} times the rows of dq, {} at most",
-        kSumTileRows, ratio, kMostSums);
+  // Strand by strand lie sums of dq, or, where branches share these, two row values.
+  const bool merges = plan.merges_branches();
+  const std::int64_t rows = sum_rows(plan), columns = sum_columns(plan), numbers = rows * (merges ? 2 : columns);
+  const double numbers_of_dq = static_cast<double>(problem.batch * problem.heads) *
+                               static_cast<double>(problem.query_rows) * static_cast<double>(columns);
+  const double ratio = static_cast<double>(numbers) / std::max(numbers_of_dq, 1.0);
+  if (ratio > kMostSums && numbers * static_cast<std::int64_t>(sizeof(float)) > kSmallSums)
+    return no("{} strand by strand in steps of {} rows: here that takes {:.1f} times the rows of dq, {} at most",
+              merges ? "keeps row values" : "adds up dq", kSumTileRows, ratio, kMostSums);
   if (rows / kSumTileRows * 2 > std::int64_t{1} << 30)
     return no("counts tiles of sums in 32 bits, there are {} rows of them", rows);
   return yes();
@@ -228,6 +253,8 @@ void backward(const BackwardArguments& a) {
   const auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(a.workspace + offset); };
   PartsLaunch& parts = launch.parts;
   parts.lse = at(space.lse), parts.delta = at(space.delta), parts.sums = at(space.sums);
+  parts.sum_columns = static_cast<int>(shared_columns(problem));
+  if (a.plan.merges_branches()) make_sum_maps(launch, a.plan);
   parts.ticket = reinterpret_cast<unsigned*>(at(space.ticket));
   parts.turns = in_order ? reinterpret_cast<unsigned*>(at(space.turns)) : nullptr;
   const int halved = halved_items(a.plan);

@@ -11,6 +11,7 @@
 #include "kernels/cuda/call.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/error.h"
+#include "kernels/hopper/backward_launch.h"
 
 namespace longspan::hopper {
 namespace {
@@ -72,24 +73,28 @@ namespace {
 struct MapKey {
   const void* data;
   DType dtype;
-  std::uint32_t box_rows;
+  std::array<cuuint32_t, 5> box;
   std::array<cuuint64_t, 5> sizes;
   std::array<cuuint64_t, 4> strides;  // bytes
   bool operator==(const MapKey&) const = default;
   /// Addresses differ in their upper bits, which the product brings together.
   std::size_t place() const {
-    const std::uint64_t mixed = reinterpret_cast<std::uintptr_t>(data) + sizes[1] * 31 + sizes[2] * 977 + box_rows;
+    const std::uint64_t mixed = reinterpret_cast<std::uintptr_t>(data) + sizes[1] * 31 + sizes[2] * 977 + box[1];
     return static_cast<std::size_t>(mixed * 0x9E37'79B9'7F4A'7C15u >> 56);
   }
 };
 
 bool encode(CUtensorMap& map, const MapKey& key) {
-  const cuuint32_t box[5] = {kBlockColumns, key.box_rows, 1, 1, 1}, every[5] = {1, 1, 1, 1, 1};
-  // A promotion to 256 bytes would fetch neighbouring heads that nobody wants.
-  return encoder()(&map, key.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                   5, const_cast<void*>(key.data), key.sizes.data(), key.strides.data(), box, every,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const cuuint32_t every[5] = {1, 1, 1, 1, 1};
+  const CUtensorMapDataType type = key.dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                   : key.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  // Rows of a box are 128 bytes of 16-bit numbers, or 64 of sums. A promotion to 256 bytes would fetch neighbouring
+  // heads that nobody wants.
+  return encoder()(&map, type, 5, const_cast<void*>(key.data), key.sizes.data(), key.strides.data(), key.box.data(),
+                   every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   key.dtype == DType::f32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 /// Maps of earlier calls of this thread: making one takes 0.1 us, a call has up to a hundred, and steps of a loop find
@@ -100,17 +105,13 @@ struct KeptMap {
 };
 thread_local std::array<KeptMap, 256> kept_maps;
 
-}  // namespace
+cuuint64_t extent(std::int64_t size) { return static_cast<cuuint64_t>(std::max<std::int64_t>(size, 1)); }
 
-bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation, std::int64_t rows, int box_rows) {
-  const std::uint64_t element = static_cast<std::uint64_t>(size_of(view.dtype));
-  const auto extent = [](std::int64_t size) { return static_cast<cuuint64_t>(std::max<std::int64_t>(size, 1)); };
-  MapKey key{view.data, view.dtype, static_cast<std::uint32_t>(box_rows), {}, {}};
-  key.sizes = {extent(view.columns()), extent(rows), extent(dilation), extent(view.heads()), extent(view.batch())};
-  const std::int64_t steps[4] = {view.strides[1] * dilation, view.strides[1], view.strides[2], view.strides[0]};
+/// Fills in strides (bytes) and finds the map or makes it.
+bool find(CUtensorMap& map, MapKey& key, const std::array<std::int64_t, 4>& strides) {
   for (std::size_t d = 0; d < 4; ++d) {
-    if (key.sizes[d + 1] > 1 && steps[d] <= 0) return false;
-    key.strides[d] = key.sizes[d + 1] > 1 ? static_cast<cuuint64_t>(steps[d]) * element : 16;
+    if (key.sizes[d + 1] > 1 && strides[d] <= 0) return false;
+    key.strides[d] = key.sizes[d + 1] > 1 ? static_cast<cuuint64_t>(strides[d]) : 16;
   }
   KeptMap& kept = kept_maps[key.place()];
   if (kept.key == key) {
@@ -120,6 +121,25 @@ bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation
   if (!encode(map, key)) return false;
   kept = {key, map};
   return true;
+}
+
+}  // namespace
+
+bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation, std::int64_t rows, int box_rows) {
+  const std::int64_t element = static_cast<std::int64_t>(size_of(view.dtype)), row = view.strides[1] * element;
+  MapKey key{view.data, view.dtype, {kBlockColumns, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, {}, {}};
+  key.sizes = {extent(view.columns()), extent(rows), extent(dilation), extent(view.heads()), extent(view.batch())};
+  return find(map, key, {row * dilation, row, view.strides[2] * element, view.strides[0] * element});
+}
+
+bool encode(CUtensorMap& map, const SharedSums& sums, std::int64_t dilation, std::int64_t rows) {
+  constexpr std::int64_t kElement = sizeof(float);
+  const std::int64_t row = sums.columns * kElement;
+  const cuuint32_t box_blocks = static_cast<cuuint32_t>(sums.box_columns / kSumBlockColumns);
+  MapKey key{sums.data, DType::f32, {kSumBlockColumns, kSumTileRows, box_blocks, 1, 1}, {}, {}};
+  key.sizes = {kSumBlockColumns, extent(rows), extent(sums.columns / kSumBlockColumns), extent(dilation),
+               extent(sums.heads)};
+  return find(map, key, {row * dilation, kSumBlockColumns * kElement, row, row * sums.rows});
 }
 
 std::int64_t dilation_of(const BranchPlan& branch) { return std::min(branch.dilation, kMost); }

@@ -13,6 +13,15 @@ Verdict fits(const Plan& plan);
 /// it.
 bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation, std::int64_t rows, int box_rows);
 
+/// Sums of dq that branches share (backward_launch.h), of `heads` heads of all entries.
+struct SharedSums {
+  const float* data;
+  std::int64_t rows, columns, heads;
+  int box_columns;
+};
+/// Their rows as the grid of one dilation; false if the driver refuses.
+bool encode(CUtensorMap& map, const SharedSums& sums, std::int64_t dilation, std::int64_t rows);
+
 /// Calls make(count, kind, dilation) for each map of each branch: one, or two where phases differ in length, and fills
 /// in where a branch's maps begin. False as soon as make is.
 template <class Launch, class Make>

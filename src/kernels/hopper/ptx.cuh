@@ -82,6 +82,16 @@ __device__ __forceinline__ void add_bytes(float* target, std::uint32_t source, s
                "r"(source), "r"(bytes)
                : "memory");
 }
+/// Adds a box of floats to memory, where branches share sums (backward_launch.h). Coordinates are (row of the strand's
+/// grid, block of columns, phase in the grid, head of an entry); what is outside of the map is left out.
+__device__ __forceinline__ void add_box(const CUtensorMap* map, std::uint32_t source, int index, int block, int phase,
+                                        int head) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];\n" ::"l"(
+          map),
+      "r"(source), "r"(0), "r"(index), "r"(block), "r"(phase), "r"(head)
+      : "memory");
+}
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 /// Until all but kPending groups of stores have read their shared memory.
 template <int kPending>
@@ -113,6 +123,9 @@ __device__ __forceinline__ void store_zeros(std::uint32_t address) {
 __device__ __forceinline__ void store_floats(std::uint32_t address, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
+__device__ __forceinline__ void store_pair(std::uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 /// Four blocks of 8 by 8, a row of each from the address that a thread names.
 __device__ __forceinline__ void store_blocks(std::uint32_t address, const std::uint32_t* words) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "r"(words[0]),
@@ -137,6 +150,11 @@ __device__ __forceinline__ void store_global(void* place, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"l"(place), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
+}
+
+/// Adds two floats to memory aligned to 8 bytes.
+__device__ __forceinline__ void add_two(float* target, float x, float y) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1,%2};\n" ::"l"(target), "f"(x), "f"(y) : "memory");
 }
 
 // Matrix products of a warp group.

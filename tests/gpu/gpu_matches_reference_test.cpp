@@ -65,6 +65,57 @@ INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuTf32,
                                             ::testing::Bool(), ::testing::ValuesIn(shapes())),
                          suite_name);
 
+/// Small problems of head dim 64 have half tiles for the last ones, so that no multiprocessor has much more to do than
+/// others: none, all and some of them, ragged, with rows that no branch covers, with lengths and ranges.
+class GpuHalfTiles : public ::testing::TestWithParam<DType> {};
+
+TEST_P(GpuHalfTiles, ForwardAndGradients) {
+  LONGSPAN_NEEDS_GPU();
+  const std::int64_t each = cuda::devices()[0].multiprocessors, more = each / 4;
+  for (const std::int64_t tiles : {each, more, each + more, 2 * each + more})  // three in a strand
+    expect_gpu_matches(Case(Pattern::dense(), {}, {(tiles + 2) / 3, 301, 1, 1, 64}, GetParam()));
+  const Pattern sparse = Pattern::dilated({160, 320}, {1, 2});
+  expect_gpu_matches(Case(sparse, {}, {(2 * each + more) / 12, 320, 4, 2, 56}, GetParam()));  // 12 in an entry
+  Case ranged(sparse, {}, {(each + more) / 14, 320, 4, 2, 64}, GetParam(), Layout::bhnd, {{150, 170}, {3, 77}});
+  for (std::int64_t entry = 0; entry < ranged.shape.batch; ++entry) ranged.lengths.push_back(320 - 31 * (entry % 9));
+  expect_gpu_matches(ranged);
+}
+/// How many other entries there are decides which tiles come in halves, but no bits.
+TEST_P(GpuHalfTiles, ForwardBitsOfAnEntryAreItsOwn) {
+  LONGSPAN_NEEDS_GPU();
+  const std::int64_t each = cuda::devices()[0].multiprocessors, more = each / 4, tokens = 301;  // three tiles a head
+  Options options;
+  options.kernel = "cuda-mma";
+  for (const Pattern& pattern : {Pattern::dense(), Pattern::dilated({150, 301}, {1, 2})}) {
+    Results want;
+    for (const std::int64_t tiles : {std::int64_t{6}, each, each + more, 2 * each + more, 4 * each}) {
+      const std::int64_t last = (tiles + 5) / 6 - 1;
+      Case c(pattern, options, {last + 1, tokens, 2, 2, 64}, GetParam());
+      for (Tensor* tensor : {&c.q, &c.k, &c.v})  // what the first entry holds does not depend on `last`
+        for (std::int64_t row = 0; row < tokens; ++row)
+          for (std::int64_t head = 0; head < 2; ++head)
+            for (std::int64_t d = 0; d < 64; ++d) tensor->set(last, row, head, d, tensor->at(0, row, head, d));
+      DeviceCase device(c);
+      device.forward(Attention(pattern, options), device.call());
+      const Results& got = device.download();
+      if (last == 0) want = got;
+      for (const std::int64_t entry : {std::int64_t{0}, last}) {
+        bool equal = true;
+        want.out.for_each([&](auto, auto row, auto head, auto d) {
+          equal = equal && got.out.at(entry, row, head, d) == want.out.at(0, row, head, d);
+        });
+        want.lse.for_each([&](auto, auto row, auto head, auto) {
+          equal = equal && got.lse.at(entry, row, head) == want.lse.at(0, row, head);
+        });
+        EXPECT_TRUE(equal) << pattern.to_string() << " entry " << entry << " of " << last + 1;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryKernel, GpuHalfTiles, ::testing::Values(DType::bf16, DType::f16),
+                         [](const auto& test) { return std::string(name_of(test.param)); });
+
 /// Tensor cores cut sums off: added up there alone, thousands of terms of one sign would lose far more than by
 /// rounding.
 TEST(GpuFloat32, LongSumsOfOneSign) {

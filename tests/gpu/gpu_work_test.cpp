@@ -56,38 +56,76 @@ struct Arguments {
 
 using Row = std::tuple<int, int, std::int64_t>;  // entry, head, row
 
+/// Also where the last tiles of a launch are cut in two, as on a GPU of `multiprocessors`; 0 cuts none.
 TEST(GpuWork, ForwardItemsWriteEveryRowOnce) {
-  for (const Setting& setting : settings()) {
-    for (const bool causal : {false, true}) {
-      Arguments a(setting, causal);
-      std::map<Row, int> written;
-      const int rows_per_tile = 16;
-      const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
-      for_each_launch(forward, {rows_per_tile, false, true, true}, true, [&](Launch& launch) {
-        for (std::int64_t flat = 0; flat < launch.items; ++flat) {
-          const Item item = launch.decode(flat);
-          const DeviceRange& range = launch.ranges[item.range];
-          if (item.branch < 0) {
-            for (int local = item.tile * kFillRows; local < std::min((item.tile + 1) * kFillRows, range.count);
-                 ++local) {
-              if (launch.covered(item.head, range.start + local, launch.tokens, 0, launch.branch_count)) continue;
-              ++written[{item.entry, item.head, range.first_row + local}];
+  int cut = 0, mixed = 0;
+  for (const int multiprocessors : {0, 50, 300}) {
+    for (const Setting& setting : settings()) {
+      for (const bool causal : {false, true}) {
+        Arguments a(setting, causal);
+        std::map<Row, int> written;
+        const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
+        for_each_launch(forward, {16, false, true, true}, true, [&](Launch& launch) {
+          EXPECT_EQ(launch.halved_tiles, 0u);  // whatever an earlier launch had
+          if (multiprocessors > 0) halve_last_tiles(launch, multiprocessors, 3);
+          cut += launch.halved_tiles > 0;
+          mixed += launch.halved_tiles > 0 && launch.whole_tiles > 0;
+          for (std::int64_t flat = 0; flat < launch.items; ++flat) {
+            bool half = true;
+            const Item item = launch.decode_halves(static_cast<unsigned>(flat), half);
+            const DeviceRange& range = launch.ranges[item.range];
+            if (item.branch < 0) {
+              EXPECT_FALSE(half);
+              for (int local = item.tile * kFillRows; local < std::min((item.tile + 1) * kFillRows, range.count);
+                   ++local) {
+                if (launch.covered(item.head, range.start + local, launch.tokens, 0, launch.branch_count)) continue;
+                ++written[{item.entry, item.head, range.first_row + local}];
+              }
+              continue;
             }
-            continue;
+            const StrandRows strand = launch.branches[item.branch].strand(item.head, item.segment, launch.tokens);
+            const StrandQueries queries = queries_of(strand, range);
+            const int rows = half ? 8 : 16;
+            for (int i = item.tile * rows; i < std::min((item.tile + 1) * rows, queries.count); ++i) {
+              const std::int64_t row = queries.q_row + static_cast<std::int64_t>(i) * strand.stride;
+              EXPECT_EQ(range.start + row - range.first_row, strand.start + (queries.begin + i) * strand.stride);
+              ++written[{item.entry, item.head, row}];
+            }
           }
-          const StrandRows strand = launch.branches[item.branch].strand(item.head, item.segment, launch.tokens);
-          const StrandQueries queries = queries_of(strand, range);
-          for (int i = item.tile * rows_per_tile; i < std::min((item.tile + 1) * rows_per_tile, queries.count); ++i) {
-            const std::int64_t row = queries.q_row + static_cast<std::int64_t>(i) * strand.stride;
-            EXPECT_EQ(range.start + row - range.first_row, strand.start + (queries.begin + i) * strand.stride);
-            ++written[{item.entry, item.head, row}];
-          }
-        }
-      });
-      ASSERT_EQ(written.size(), static_cast<std::size_t>(2 * 3 * a.problem.query_rows)) << setting.pattern.to_string();
-      for (const auto& [row, count] : written) ASSERT_EQ(count, 1) << setting.pattern.to_string();
+        });
+        ASSERT_EQ(written.size(), static_cast<std::size_t>(2 * 3 * a.problem.query_rows))
+            << setting.pattern.to_string();
+        for (const auto& [row, count] : written) ASSERT_EQ(count, 1) << setting.pattern.to_string();
+      }
     }
   }
+  EXPECT_GT(cut, mixed);
+  EXPECT_GT(mixed, 0);
+}
+
+/// Tiles are cut where that shortens the longest share of a multiprocessor, and only among items that run at once.
+TEST(GpuWork, LastTilesAreHalvedWhereSharesDiffer) {
+  Arguments a({Pattern::dense(), {{0, 301}}}, false);  // 6 strands of 19 tiles
+  const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
+  const auto halved = [&](int multiprocessors, bool merges = false) {
+    unsigned count = 0;
+    for_each_launch(forward, {16, false, true, true}, true, [&](Launch& launch) {
+      launch.merges = merges;
+      const std::int64_t items = launch.items;
+      halve_last_tiles(launch, multiprocessors, 3);
+      EXPECT_EQ(launch.items, items + launch.halved_tiles);
+      count = launch.halved_tiles;
+    });
+    return count;
+  };
+  EXPECT_EQ(halved(300), 114u);  // one half each instead of one tile for some
+  EXPECT_EQ(halved(200), 0u);    // 228 halves on 200: two of them are no less than a tile
+  EXPECT_EQ(halved(114), 0u);    // even
+  EXPECT_EQ(halved(100), 14u);
+  EXPECT_EQ(halved(100, true), 0u);
+  EXPECT_EQ(halved(60), 0u);
+  EXPECT_EQ(halved(50), 14u);  // two and a half at most, not three
+  EXPECT_EQ(halved(37), 0u);   // more than three each
 }
 
 TEST(GpuWork, StrandsAreThoseOfThePlan) {

@@ -218,9 +218,13 @@ void check_pointers(const BackwardArguments& a) {
 void forward_matrix(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
+  const Arithmetic& arithmetic = arithmetic_of(a.plan);
   for_each_launch(a, tiling_of(a.plan, false, true), true, [&](Launch& launch) {
     if (launch.items == 0) return;
-    check(arithmetic_of(a.plan).forward(launch, wants_features(launch), stream_of(a)), "starting the forward kernel");
+    const bool features = wants_features(launch);
+    if (crowded(arithmetic.wide, launch, features))
+      halve_last_tiles(launch, devices()[static_cast<std::size_t>(device_of(a))].multiprocessors, kCrowdedBlocks);
+    check(arithmetic.forward(launch, features, stream_of(a)), "starting the forward kernel");
   });
 }
 

@@ -2,6 +2,8 @@
 //   shared   Q [rows][columns], K and V [keys][columns], 16-bit, swizzled; V loads under Q K^T, the next K under P V
 //   a warp   16 * kRowTiles query rows; scores and probabilities stay in registers: what Q K^T leaves there is, packed,
 //            the A operand of P V
+//   halves   the last tiles of small problems may come as two items of half the rows, so that no multiprocessor has
+//            much more to do than others
 //   merging  where several branches cover a row, its softmax state (maximum, sum, unscaled output) is put down in
 //            float32 and taken up by the next branch that covers it, in branch order: one sum, as defined
 #pragma once
@@ -27,12 +29,13 @@ struct ForwardShape {
                                                                                                     : 64;
   static constexpr int kStages = kSmall ? 2 : 1;  // of K and of V; with two there is one barrier in a tile
   static constexpr int kBlocksPerSm = kSmall ? 3 : kWide<Math> && kColumns > 64 ? 1 : 2;
+  static constexpr bool kHalves = kCrowdedValue;  // items may be half tiles: see Launch::decode_halves
 };
 
-template <class Shape>
+template <class Shape, int kRowTilesValue = Shape::kRowTiles>
 struct ForwardTile {
   using Math = typename Shape::Math;
-  static constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys, kRowTiles = Shape::kRowTiles;
+  static constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys, kRowTiles = kRowTilesValue;
   static constexpr int kThreads = Shape::kWarps * kWarpThreads, kRows = 16 * kRowTiles * Shape::kWarps;
   static constexpr int kPitch = pitch_of<Math>(kColumns), kKeyBytes = kKeys * kPitch;
   static constexpr int kSharedBytes = kRows * kPitch + 2 * Shape::kStages * kKeyBytes;
@@ -122,22 +125,18 @@ __device__ __forceinline__ void put_delta(const Launch& a, const Item& item, std
     a.delta[2 * a.delta_row(item.branch, item.entry, row, item.head) + 1] = delta * factor * a.dscore_scale;
 }
 
-template <class Shape>
-__global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPerSm)
-    forward_mma(const __grid_constant__ Launch a) {
-  using Tile = ForwardTile<Shape>;
+/// One tile of 16 * kRowTiles rows a warp. What becomes of a row does not depend on how many there are.
+template <class Shape, int kRowTiles>
+__device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) {
+  using Tile = ForwardTile<Shape, kRowTiles>;
   using Math = typename Shape::Math;
   using T = Element<Math>;
   constexpr int kSize = sizeof(T), kColumns = Shape::kColumns, kRows = Tile::kRows, kKeys = Shape::kKeys;
-  constexpr int kThreads = Tile::kThreads, kRowTiles = Shape::kRowTiles, kPitch = Tile::kPitch;
+  constexpr int kThreads = Tile::kThreads, kPitch = Tile::kPitch;
   constexpr bool kFeatures = Shape::kFeatures, kLists = Shape::kLists;
+  constexpr bool kMerges = kRowTiles == Shape::kRowTiles;  // half tiles never do
   extern __shared__ __align__(128) char shared[];
   __shared__ std::uint8_t allowed[2][kFeatures ? kKeys : 1];
-  const Item item = a.decode(take_item(a));
-  if (item.branch < 0) {
-    fill_uncovered<T>(a, item, threadIdx.x / kWarpThreads, blockDim.x / kWarpThreads);
-    return;
-  }
   const DeviceBranch& branch = a.branches[item.branch];
   const int length = a.length(item.entry);
   const StrandRows strand = branch.strand(item.head, item.segment, length);
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
   const auto packed_of = [&](int row) {
     return a.packed_row(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
   };
-  if (a.merges) {
+  if (kMerges && a.merges) {
     wait_for_earlier(a, item);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -355,8 +354,8 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
         }
       }
       const int row = done + thread_row + 16 * m + 8 * half;
-      const bool unfinished =
-          a.merges && row < rows && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count);
+      const bool unfinished = kMerges && a.merges && row < rows &&
+                              a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count);
       if (unfinished) {
         const std::int64_t packed = packed_of(row);
         if (lane % 4 == 0) {
@@ -395,7 +394,8 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
   for (int i = lane; i < 16 * kRowTiles * kChunks; i += kWarpThreads) {
     const int row = done + warp_row + i / kChunks, chunk = i % kChunks;
     if (row >= rows || chunk * kPerChunk >= a.columns) continue;
-    if (a.merges && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count)) continue;
+    if (kMerges && a.merges && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count))
+      continue;
     const uint4 value = *reinterpret_cast<const uint4*>(shared + chunk_offset<kPitch>(row, chunk));
     T* const target = reinterpret_cast<T*>(a.out.data) +
                       a.out.offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head) +
@@ -409,6 +409,22 @@ __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPe
     }
   }
   announce(a, item);
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPerSm)
+    forward_mma(const __grid_constant__ Launch a) {
+  bool half = false;
+  const unsigned flat = take_item(a);
+  const Item item = Shape::kHalves ? a.decode_halves(flat, half) : a.decode(flat);
+  if (item.branch < 0) {
+    fill_uncovered<Element<typename Shape::Math>>(a, item, threadIdx.x / kWarpThreads, blockDim.x / kWarpThreads);
+    return;
+  }
+  if constexpr (Shape::kHalves) {
+    if (half) return forward_tile<Shape, Shape::kRowTiles / 2>(a, item);
+  }
+  forward_tile<Shape, Shape::kRowTiles>(a, item);
 }
 
 }  // namespace longspan::cuda

@@ -21,9 +21,7 @@ cudaError_t start_forward(const Launch& launch, bool features, cudaStream_t stre
     if (lean_lists(launch, features))
       return launch.columns <= 64 ? run.template operator()<64, false, true>()
                                   : run.template operator()<128, false, true>();
-    // Causal items differ in length: of more blocks at once some get several long ones.
-    if (!features && !launch.listed && !launch.causal && launch.columns > 48 && launch.columns <= 64)
-      return run.template operator()<64, false, false, true>();
+    if (crowded(false, launch, features)) return run.template operator()<64, false, false, true>();
   }
   return with_head_dim<!kWide<Math>, 256>(launch.columns, features || launch.listed, run);
 }

@@ -22,6 +22,13 @@ constexpr int backward_shared_bytes(bool wide, int columns) {
   return (columns <= 64 ? 81 : columns <= 128 ? 161 : 145) * 1024;
 }
 
+/// Whether a forward runs with three blocks on a multiprocessor: full attention of head dims 56 and 64. Causal items
+/// differ in length: of more blocks at once some multiprocessors get several long ones.
+inline constexpr int kCrowdedBlocks = 3;
+inline bool crowded(bool wide, const Launch& launch, bool features) {
+  return !wide && !features && !launch.listed && !launch.causal && launch.columns > 48 && launch.columns <= 64;
+}
+
 /// `features`: anything the lean instantiation leaves out (see ForwardShape).
 using StartPass = cudaError_t (*)(const Launch& launch, bool features, cudaStream_t stream);
 cudaError_t forward_bf16(const Launch& launch, bool features, cudaStream_t stream);

@@ -101,6 +101,7 @@ struct Launch {
   const std::uint64_t* seed_pointer;
   std::uint64_t seed;
   std::int64_t items, query_rows;
+  unsigned whole_tiles, halved_tiles;  // forward: after that many items come that many tiles as two items each
   float* state;       // float32 accumulators of rows that several branches share, [entry, row, head][columns]
   float* state_sums;  // their running maximum and sum
   float* delta;       // backward: [entry, head, row] (x branch with detached_mix)
@@ -216,6 +217,15 @@ struct Launch {
     item.segment = entry_of.first_segment + static_cast<int>(by_head % segments);
     item.tile = entry_of.first_tile + (descending ? entry_of.tiles - 1 - tile : tile);
     item.finished_before = entry_of.finished_before;
+    return item;
+  }
+  /// The same where some tiles are two items each; `tile` of those counts half tiles.
+  LONGSPAN_DEVICE Item decode_halves(unsigned flat, bool& half) const {
+    const bool before = flat < whole_tiles;
+    const unsigned beyond = flat - whole_tiles;
+    half = !before && beyond < 2 * halved_tiles;
+    Item item = decode(before ? flat : half ? whole_tiles + beyond / 2 : flat - halved_tiles);
+    if (half) item.tile = 2 * item.tile + static_cast<int>(beyond % 2);
     return item;
   }
 };

@@ -170,6 +170,7 @@ class PieceTable {
 void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
   launch.work_count = 0;
   launch.items = 0;
+  launch.whole_tiles = launch.halved_tiles = 0;
   if (tiling.rows == 0) return;
   int finished[kMaxRanges] = {};
   launch.descending = launch.causal && !tiling.by_keys;
@@ -403,6 +404,20 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix) {
     take(space.dv, keys * columns);
   }
   return space;
+}
+
+void halve_last_tiles(Launch& launch, int multiprocessors, int blocks_at_once) {
+  if (launch.merges) return;  // items of earlier branches are counted there
+  std::int64_t tiles = 0;
+  for (int w = 0; w < launch.work_count; ++w) {
+    const Work& work = launch.work[w];
+    if (work.branch >= 0) tiles += static_cast<std::int64_t>(work.strands) * work.tiles;
+  }
+  const std::int64_t last = tiles % multiprocessors;
+  if (tiles > static_cast<std::int64_t>(blocks_at_once) * multiprocessors || 2 * last > multiprocessors) return;
+  launch.whole_tiles = static_cast<unsigned>(tiles - last);
+  launch.halved_tiles = static_cast<unsigned>(last);
+  launch.items += last;
 }
 
 void for_each_writer(const Launch& launch, int group, const std::function<void(const Launch&)>& run) {

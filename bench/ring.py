@@ -144,10 +144,11 @@ def measure_mpi(longspan: str) -> None:
 
 
 def measure_local(longspan: str) -> None:
-    """Eight ranks of one process: 16,384 rows each, and 2,048 each of strands that they share."""
+    """Eight ranks of one process: 16,384 rows each; 4,096 each of what the MPI ranks have; 2,048 each of strands that they share."""
     results = []
     for arguments in (
         ["--tokens", "131072", "--heads", "4", "--segments", "2048,32768,131072", "--dilations", "1,16,64"],
+        ["--tokens", "32768", "--heads", "8", "--segments", "2048,8192,32768", "--dilations", "1,4,16"],
         ["--tokens", "16384", "--heads", "16", "--segments", "2048,8192,16384", "--dilations", "1,4,8"],
     ):
         arguments += ["--head-dim", "64", "--backward", "--repeat", "9"]

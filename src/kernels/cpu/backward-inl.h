@@ -26,7 +26,7 @@ struct VectorBackward : Layout {
   static constexpr int kPerUnit = Products::kPerUnit;
   static constexpr int kRows = kScoreRows;
   static constexpr int kPanel = kScoreVectors * kLanes;
-  static constexpr std::int64_t kQueryTile = kPerUnit == 2 ? 192 : 48;
+  static constexpr std::int64_t kQueryTile = kPerUnit == 2 ? 96 : 48;
   static constexpr std::int64_t kKeyTile = kPerUnit == 2 ? 192 : 96;
   static constexpr std::int64_t kRunMultiple = kChunk;
   static constexpr bool kClearUnseen = false;

@@ -54,11 +54,14 @@ Counters cleared_counters(const CounterRequest& request) {
   return {nullptr, request.own};
 }
 
+Counters resting_counters(cudaStream_t stream) {
+  unsigned* const place = place_of(stream);
+  return {place, place ? place + 1 : nullptr};
+}
+
 Counters resting_counters(const CounterRequest& request) {
-  if (request.words < kCounterWords) {
-    if (unsigned* const place = place_of(request.stream)) return {place, place + 1};
-  }
-  return cleared_counters(request);
+  const Counters resting = request.words < kCounterWords ? resting_counters(request.stream) : Counters{};
+  return resting.leaving ? resting : cleared_counters(request);
 }
 
 }  // namespace longspan::cuda

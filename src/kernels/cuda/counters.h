@@ -23,8 +23,8 @@ struct CounterRequest {
 /// `first` and what follows are zero when the launch begins. Where `leaving` is not null the launch has to leave all of
 /// them so: its blocks count themselves out there, and the last one clears kCounterWords (launch.h) from there on.
 struct Counters {
-  unsigned* leaving;
-  unsigned* first;
+  unsigned* leaving = nullptr;
+  unsigned* first = nullptr;
 };
 
 /// The call's own memory, cleared by a piece of work before the launch.
@@ -34,5 +34,7 @@ Counters cleared_counters(const CounterRequest& request);
 /// graphs, whose replays come at any time, for more words than there are, and on streams after the first
 /// kCounterStreams they are cleared_counters.
 Counters resting_counters(const CounterRequest& request);
+/// The same without memory of the call: null where cleared_counters would have to take their place.
+Counters resting_counters(cudaStream_t stream);
 
 }  // namespace longspan::cuda

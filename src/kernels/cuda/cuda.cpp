@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/adaptive.h"
 #include "kernels/cuda/call.h"
+#include "kernels/cuda/counters.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/prepare.h"
@@ -222,8 +223,12 @@ void forward_matrix(const ForwardArguments& a) {
   for_each_launch(a, tiling_of(a.plan, false, true), true, [&](Launch& launch) {
     if (launch.items == 0) return;
     const bool features = wants_features(launch);
-    if (crowded(arithmetic.wide, launch, features))
+    if (crowded(arithmetic.wide, launch, features) && !launch.merges) {
       halve_last_tiles(launch, devices()[static_cast<std::size_t>(device_of(a))].multiprocessors, kCrowdedBlocks);
+      const Counters counters = launch.halved_tiles > 0 ? resting_counters(stream_of(a)) : Counters{};
+      launch.leaving = counters.leaving;
+      launch.ticket = counters.first;
+    }
     check(arithmetic.forward(launch, features, stream_of(a)), "starting the forward kernel");
   });
 }

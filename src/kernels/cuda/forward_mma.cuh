@@ -415,8 +415,7 @@ template <class Shape>
 __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPerSm)
     forward_mma(const __grid_constant__ Launch a) {
   bool half = false;
-  const unsigned flat = take_item(a);
-  const Item item = Shape::kHalves ? a.decode_halves(flat, half) : a.decode(flat);
+  const Item item = Shape::kHalves ? a.decode_halves(take_sized_item<Shape::kWarps>(a), half) : a.decode(take_item(a));
   if (item.branch < 0) {
     fill_uncovered<Element<typename Shape::Math>>(a, item, threadIdx.x / kWarpThreads, blockDim.x / kWarpThreads);
     return;

@@ -108,7 +108,7 @@ struct Launch {
   float* dq_sum;      // backward: float32 accumulators
   float* dk_sum;
   float* dv_sum;
-  unsigned* ticket;    // next item, when items must start in order
+  unsigned* ticket;    // next item, when items must start in order; next whole tile and next other item (halves)
   unsigned* finished;  // items done per range, entry and head
   unsigned* leaving;   // see counters.h; null: nothing has to be left at zero
   float scale, output_scale, keep_factor;

@@ -9,6 +9,13 @@
 
 namespace longspan::cuda {
 
+/// Which of a multiprocessor's places for warps this one has.
+__device__ __forceinline__ unsigned hardware_warp() {
+  unsigned place;
+  asm volatile("mov.u32 %0, %%warpid;" : "=r"(place));
+  return place;
+}
+
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }

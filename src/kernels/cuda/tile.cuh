@@ -325,6 +325,26 @@ __device__ __forceinline__ unsigned take_item(const Launch& a) {
   return item;
 }
 
+/// The same where some tiles are halved: of a multiprocessor's blocks the first two take whole tiles and others halves,
+/// as long as there are any. Blocks in their own order would give some multiprocessors three whole ones: hardware does
+/// not hand them out evenly. Nobody looks at the counters after a block has taken its item, so the last one clears
+/// them.
+template <int kWarps>
+__device__ __forceinline__ unsigned take_sized_item(const Launch& a) {
+  if (!a.halved_tiles || !a.leaving) return take_item(a);
+  __shared__ unsigned item;
+  if (threadIdx.x == 0) {
+    const unsigned count[2] = {a.whole_tiles, static_cast<unsigned>(a.items) - a.whole_tiles};
+    unsigned kind = hardware_warp() / kWarps < 2 ? 0 : 1, taken = atomicAdd(a.ticket + kind, 1u);
+    if (taken >= count[kind]) taken = atomicAdd(a.ticket + (kind ^= 1), 1u);
+    item = kind == 0 ? taken : count[0] + taken;
+    __threadfence();
+    if (atomicAdd(a.leaving, 1u) + 1 == gridDim.x) a.ticket[0] = a.ticket[1] = *a.leaving = 0;
+  }
+  __syncthreads();
+  return item;
+}
+
 /// Waits until the earlier branches of this item's rows are done.
 __device__ __forceinline__ void wait_for_earlier(const Launch& a, const Item& item) {
   if (!a.finished || item.finished_before == 0) return;

@@ -154,26 +154,43 @@ int most_at_once(std::int64_t items) {
   return most;
 }
 
-/// Whether a loop of four finds all four threads, given some time for workers to come, and two beside two seats.
-bool counts_right() {
+/// Whether a loop of four finds all four threads, given some time for workers to come.
+bool finds_all() {
   int attempt = 0;
   while (most_at_once(12) < 4 && attempt < 50) ++attempt;
-  std::atomic<int> seated{0};
-  std::atomic<bool> over{false};
+  return attempt < 50;
+}
+
+/// Whether it does, also beside two seats that are left, and finds two beside two seats.
+bool counts_right() {
+  bool all = finds_all();
+  std::atomic<int> left{0}, seated{0};
+  std::atomic<bool> back{false}, over{false};
+  const auto wait_for = [](const std::atomic<bool>& flag) {
+    while (!flag) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
   std::vector<std::thread> hosts;
   for (int host = 0; host < 2; ++host) {
     hosts.emplace_back([&] {
       const Seat seat, again;  // a second one counts nothing
+      {
+        const SeatLeft free, twice;
+        ++left;
+        wait_for(back);
+      }
       ++seated;
-      while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      wait_for(over);
     });
   }
+  while (left < 2) std::this_thread::yield();
+  all = all && finds_all();
+  back = true;
   while (seated < 2) std::this_thread::yield();
   int most = 0;
   for (int round = 0; round < 5; ++round) most = std::max(most, most_at_once(12));
   over = true;
   for (std::thread& host : hosts) host.join();
-  return attempt < 50 && most <= 2;
+  return all && most <= 2;
 }
 
 TEST(Seat, ItsThreadCountsBetweenLoopsAndIsGivenBack) {
@@ -181,6 +198,8 @@ TEST(Seat, ItsThreadCountsBetweenLoopsAndIsGivenBack) {
 }
 
 TEST(Seat, LoopsOfASeatedThreadCountItOnce) {
+  { const SeatLeft none; }  // of a thread without
+  EXPECT_TRUE(counts_right());
   {
     const Seat seat;
     EXPECT_TRUE(counts_right());
@@ -193,7 +212,9 @@ TEST(Seat, LoopsOfASeatedThreadCountItOnce) {
       parallel_for(4, 8, {}, [](int worker, std::int64_t) {  // stragglers: the seat is left, and taken again
         std::this_thread::sleep_for(std::chrono::milliseconds(worker == 0 ? 1 : 3));
         const Seat inside;  // of a thread that works already
+        const SeatLeft none;
       });
+      const SeatLeft left, again;
     }
     EXPECT_TRUE(counts_right());
   }

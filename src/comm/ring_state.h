@@ -7,10 +7,12 @@
 #include "comm/messages.h"
 #include "comm/shard_rows.h"
 #include "longspan/ring.h"
+#include "util/parallel.h"
 
 namespace longspan {
 
-/// Times what happens in a call and adds it up.
+/// Times what happens in a call and adds it up. Its thread has a seat all the while, except where a step waits: a core
+/// that it gave away between two pieces of work would be busy with a long item of another rank when it wants it back.
 class RingClock {
  public:
   explicit RingClock(RingReport& report, const MessagePlace& place = {}) : report_(report), place_(place) {
@@ -28,7 +30,6 @@ class RingClock {
   }
   template <class Body>
   void working(const char* name, Body&& body) {
-    const Seat seat;
     timed(name, body);
   }
   /// Work while the messages of a step are on their way: until they were seen to have come, else to the end.
@@ -54,6 +55,7 @@ class RingClock {
     report_.events.push_back({name, begin, seconds(Clock::now())});
     return report_.events.back().end - begin;
   }
+  const Seat seat_;
   RingReport& report_;
   MessagePlace place_;
   Clock::time_point begin_ = Clock::now();

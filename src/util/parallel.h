@@ -51,4 +51,16 @@ class Seat {
   bool own_;  // else the thread has one already
 };
 
+/// While it lives, its thread's seat, if it has one, is free for others.
+class SeatLeft {
+ public:
+  SeatLeft();
+  ~SeatLeft();
+  SeatLeft(const SeatLeft&) = delete;
+  SeatLeft& operator=(const SeatLeft&) = delete;
+
+ private:
+  bool had_;
+};
+
 }  // namespace longspan

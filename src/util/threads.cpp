@@ -300,6 +300,18 @@ Seat::~Seat() {
   pool().leave();
 }
 
+SeatLeft::SeatLeft() : had_(seated && !inside_loop) {
+  if (!had_) return;
+  seated = false;
+  pool().leave();
+}
+
+SeatLeft::~SeatLeft() {
+  if (!had_) return;
+  seated = true;
+  pool().enter();
+}
+
 int num_threads() {
   const int chosen = chosen_threads.load(std::memory_order_relaxed);
   if (chosen > 0) return chosen;

@@ -25,7 +25,8 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
   const std::int64_t tile = engine.backward_key_tile;
   std::int64_t keys = std::max(engine.backward_key_budget / problem.head_dim / tile, std::int64_t{2}) * tile;
   // A rank of a ring has some of the queries, and only segments with queries have tasks. Its gradients equal one
-  // device's to rounding, whatever the cut.
+  // device's to rounding, whatever the cut. It is one of several, so half as many will do: every task reads all
+  // queries of its strand, which costs a rank of few more than tasks that end together save.
   const double share =
       problem.has_piece_gradients && problem.tokens > 0
           ? std::min(1.0, static_cast<double>(problem.query_rows) / static_cast<double>(problem.tokens))
@@ -39,7 +40,8 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
     }
     return count;
   };
-  while (keys > 4 * tile && tasks() < kTasksWanted) keys = (keys / 2 + tile - 1) / tile * tile;
+  const double wanted = share < 1.0 ? kTasksWanted / 2 : kTasksWanted;
+  while (keys > 4 * tile && tasks() < wanted) keys = (keys / 2 + tile - 1) / tile * tile;
   return keys;
 }
 

@@ -101,7 +101,7 @@ class Pool {
  public:
   void run(Job& job) {
     caller_cpu_.store(this_cpu(), std::memory_order_relaxed);
-    int room = 0;  // for sleeping workers: none where other loops have all threads
+    int room = 0, idle = 0;  // for sleeping workers: none where other loops have all threads
     {
       const std::lock_guard lock(mutex_);
       int wanted = job.places;
@@ -113,9 +113,13 @@ class Pool {
       if (!seated) working_.fetch_add(1, std::memory_order_relaxed);
       published_.fetch_add(1, std::memory_order_release);
       room = std::min(job.places, job.threads - working_.load(std::memory_order_relaxed));
+      idle = asleep_;
     }
-    if (room > 1) wake_.notify_all();
-    else if (room == 1) wake_.notify_one();
+    if (room >= idle) {
+      wake_.notify_all();
+    } else {
+      for (; room > 0; --room) wake_.notify_one();  // others would only look, in the way of those that work
+    }
     work(job, 0, true);
     {
       const std::lock_guard lock(mutex_);
@@ -227,15 +231,19 @@ class Pool {
         job = join(worker);
       }
       if (!job) {
+        // Where all threads work, looking would take a core from one of them.
+        const auto full = [&] { return working_.load(std::memory_order_relaxed) >= num_threads(); };
         int spin = 0;
-        while (spin < kSpins && published_.load(std::memory_order_acquire) == seen) {
+        while (spin < kSpins && !full() && published_.load(std::memory_order_acquire) == seen) {
           relax();
           ++spin;
         }
-        if (spin == kSpins) {
+        if (spin == kSpins || full()) {
           const AwayFrom caller(caller_cpu_.load(std::memory_order_relaxed));
           std::unique_lock lock(mutex_);
+          ++asleep_;
           wake_.wait(lock, [&] { return (job = join(worker)) != nullptr; });
+          --asleep_;
         }
       }
       if (!job) continue;
@@ -254,7 +262,7 @@ class Pool {
   std::condition_variable done_;
   std::atomic<std::uint64_t> published_{0};
   Job* jobs_ = nullptr;
-  int workers_ = 0;
+  int workers_ = 0, asleep_ = 0;     // guarded by the mutex
   std::atomic<int> working_{0};      // callers and workers in loops, and callers with seats; changed under the mutex
   std::atomic<int> caller_cpu_{-1};  // of the last loop
 };

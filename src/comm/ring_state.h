@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "comm/messages.h"
 #include "comm/shard_rows.h"
@@ -16,6 +17,7 @@ namespace longspan {
 class RingClock {
  public:
   explicit RingClock(RingReport& report, const MessagePlace& place = {}) : report_(report), place_(place) {
+    if (!place.on_gpu()) seat_.emplace();
     report_ = {};
     report_.began = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
   }
@@ -55,7 +57,7 @@ class RingClock {
     report_.events.push_back({name, begin, seconds(Clock::now())});
     return report_.events.back().end - begin;
   }
-  const Seat seat_;
+  std::optional<Seat> seat_;  // what ranks on GPUs wait for is no core
   RingReport& report_;
   MessagePlace place_;
   Clock::time_point begin_ = Clock::now();

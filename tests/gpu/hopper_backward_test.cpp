@@ -64,7 +64,9 @@ std::vector<Setting> settings() {
           {"slide_grouped_ranges", slide, {2, 2001, 6, 2, 64}, {2001, 1200}, {{1000, 1001}, {5, 300}}, true},
           {"slide_wide_ranges", slide, {2, 2001, 4, 4, 136}, {}, {{1000, 1001}, {5, 300}}, true},
           {"slide_many_ranges", slide, {1, 1501, 4, 4, 64}, {}, many, true},
-          {"slide_short", Pattern::longnet({33, 100}, {1, 3}), {2, 1111, 4, 4, 64}, {}, {}, true}};
+          {"slide_short", Pattern::longnet({33, 100}, {1, 3}), {2, 1111, 4, 4, 64}, {}, {}, true},
+          {"slide_uncovered", Pattern::longnet({300, 900}, {2, 3}), {2, 1501, 4, 4, 48}, {}, {}, true},
+          {"slide_far", Pattern::longnet({64, 1300}, {1, 2048}), {1, 1201, 4, 4, 64}, {}, {}, true}};
 }
 
 using Parameters = std::tuple<Setting, DType, bool>;
@@ -328,7 +330,7 @@ TEST(HopperGradients, RefusalsSayWhy) {
   options.detached_mix = true;
   names(why(problem_of(300, 4, 64), options, Pattern::longnet({64, 128}, {1, 2})), "detached_mix");
   names(why(problem_of(1'048'576, 8, 64), {}, Pattern::dilated({16}, {1})), "4.0 times the rows of dq, 3 at most");
-  names(why(problem_of(262'144, 8, 16), {}, Pattern::longnet({1, 2}, {1, 1})), "keeps row values strand by strand");
+  names(why(problem_of(262'144, 8, 16), {}, Pattern::longnet({1, 2}, {1, 1})), "times the rows of dq, 3 at most");
   EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel(Pass::backward)->name, kHopper);
 }
 

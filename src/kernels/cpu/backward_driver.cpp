@@ -25,8 +25,8 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
   const std::int64_t tile = engine.backward_key_tile;
   std::int64_t keys = std::max(engine.backward_key_budget / problem.head_dim / tile, std::int64_t{2}) * tile;
   // A rank of a ring has some of the queries, and only segments with queries have tasks. Its gradients equal one
-  // device's to rounding, whatever the cut. It is one of several, so half as many will do: every task reads all
-  // queries of its strand, which costs a rank of few more than tasks that end together save.
+  // device's to rounding, whatever the cut. Half as many tasks must do: each reads all queries of its strand, and the
+  // keys of a rank have few of them. (A rank alone on more than 32 cores may leave some idle.)
   const double share =
       problem.has_piece_gradients && problem.tokens > 0
           ? std::min(1.0, static_cast<double>(problem.query_rows) / static_cast<double>(problem.tokens))

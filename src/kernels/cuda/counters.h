@@ -21,7 +21,8 @@ struct CounterRequest {
 };
 
 /// `first` and what follows are zero when the launch begins. Where `leaving` is not null the launch has to leave all of
-/// them so: its blocks count themselves out there, and the last one clears kCounterWords (launch.h) from there on.
+/// them so: its blocks count themselves out there, and the last one clears what they used, at most kCounterWords
+/// (launch.h) from there on.
 struct Counters {
   unsigned* leaving = nullptr;
   unsigned* first = nullptr;

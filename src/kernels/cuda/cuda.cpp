@@ -223,8 +223,9 @@ void forward_matrix(const ForwardArguments& a) {
   for_each_launch(a, tiling_of(a.plan, false, true), true, [&](Launch& launch) {
     if (launch.items == 0) return;
     const bool features = wants_features(launch);
-    if (crowded(arithmetic.wide, launch, features) && !launch.merges) {
+    if (crowded(arithmetic.wide, launch, features))
       halve_last_tiles(launch, devices()[static_cast<std::size_t>(device_of(a))].multiprocessors, kCrowdedBlocks);
+    if (!launch.merges) {
       const Counters counters = launch.halved_tiles > 0 ? resting_counters(stream_of(a)) : Counters{};
       launch.leaving = counters.leaving;
       launch.ticket = counters.first;

@@ -102,6 +102,7 @@ struct Launch {
   std::uint64_t seed;
   std::int64_t items, query_rows;
   unsigned whole_tiles, halved_tiles;  // forward: after that many items come that many tiles as two items each
+  unsigned whole_each;                 // whole tiles of each multiprocessor
   float* state;       // float32 accumulators of rows that several branches share, [entry, row, head][columns]
   float* state_sums;  // their running maximum and sum
   float* delta;       // backward: [entry, head, row] (x branch with detached_mix)

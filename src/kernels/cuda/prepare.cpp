@@ -170,7 +170,7 @@ class PieceTable {
 void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
   launch.work_count = 0;
   launch.items = 0;
-  launch.whole_tiles = launch.halved_tiles = 0;
+  launch.whole_tiles = launch.halved_tiles = launch.whole_each = 0;
   if (tiling.rows == 0) return;
   int finished[kMaxRanges] = {};
   launch.descending = launch.causal && !tiling.by_keys;
@@ -417,6 +417,7 @@ void halve_last_tiles(Launch& launch, int multiprocessors, int blocks_at_once) {
   if (tiles > static_cast<std::int64_t>(blocks_at_once) * multiprocessors || 2 * last > multiprocessors) return;
   launch.whole_tiles = static_cast<unsigned>(tiles - last);
   launch.halved_tiles = static_cast<unsigned>(last);
+  launch.whole_each = static_cast<unsigned>(tiles / multiprocessors);
   launch.items += last;
 }
 

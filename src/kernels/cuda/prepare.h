@@ -52,7 +52,7 @@ void for_each_launch(const BackwardArguments& arguments, Tiling tiling, bool mat
 /// Gives a launch tables of work cut in another way.
 void add_work(Launch& launch, const Plan& plan, Tiling tiling);
 
-/// Makes two items of each of the last tiles of a forward whose items all run at once, where they would give less than
+/// Makes two items of each of the last tiles of a forward whose items all run at once, where they would give at most
 /// half of the multiprocessors a tile more than the rest: half a tile more is what the longest then takes.
 void halve_last_tiles(Launch& launch, int multiprocessors, int blocks_at_once);
 

@@ -9,7 +9,7 @@
 
 namespace longspan::cuda {
 
-/// Which of a multiprocessor's places for warps this one has.
+/// Which of a multiprocessor's places for warps this one has, as long as it is not moved.
 __device__ __forceinline__ unsigned hardware_warp() {
   unsigned place;
   asm volatile("mov.u32 %0, %%warpid;" : "=r"(place));

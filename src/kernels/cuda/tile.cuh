@@ -325,17 +325,17 @@ __device__ __forceinline__ unsigned take_item(const Launch& a) {
   return item;
 }
 
-/// The same where some tiles are halved: of a multiprocessor's blocks the first two take whole tiles and others halves,
-/// as long as there are any. Blocks in their own order would give some multiprocessors three whole ones: hardware does
-/// not hand them out evenly. Nobody looks at the counters after a block has taken its item, so the last one clears
-/// them.
+/// The same where some tiles are halved: of a multiprocessor's blocks as many take whole tiles as there are for each,
+/// and others halves, as long as there are any. Blocks in their own order would give some multiprocessors one more:
+/// hardware does not hand them out evenly. A block's place there is a hint: what is computed does not depend on it.
+/// Nobody looks at the counters after a block has taken its item, so the last one clears them.
 template <int kWarps>
 __device__ __forceinline__ unsigned take_sized_item(const Launch& a) {
   if (!a.halved_tiles || !a.leaving) return take_item(a);
   __shared__ unsigned item;
   if (threadIdx.x == 0) {
     const unsigned count[2] = {a.whole_tiles, static_cast<unsigned>(a.items) - a.whole_tiles};
-    unsigned kind = hardware_warp() / kWarps < 2 ? 0 : 1, taken = atomicAdd(a.ticket + kind, 1u);
+    unsigned kind = hardware_warp() / kWarps < a.whole_each ? 0 : 1, taken = atomicAdd(a.ticket + kind, 1u);
     if (taken >= count[kind]) taken = atomicAdd(a.ticket + (kind ^= 1), 1u);
     item = kind == 0 ? taken : count[0] + taken;
     __threadfence();

@@ -205,7 +205,7 @@ struct BackwardConsumer {
   /// A part of dQ of a tile, straight to memory: with heads over 128 shared memory has no room for it.
   __device__ __forceinline__ void add_queries(const typename S::Item& task, int of_tile, int part) const {
     if constexpr (S::kMerges && S::kShared) {
-      add_shared_queries(task, of_tile, part);
+      add_merged_queries(task, of_tile, part);
     } else {
       const std::int64_t sums =
           static_cast<std::int64_t>(task.first_sums + of_tile) * S::kBlocks + group * S::kSumTiles + part;
@@ -220,7 +220,7 @@ struct BackwardConsumer {
   /// The same to rows that branches share. What there is of rows after the strand's end, and of columns after the last,
   /// are zeros unless the strand has NaN: they go to its last row and to the last columns, since predicated reductions
   /// become branches.
-  __device__ __forceinline__ void add_shared_queries(const BackwardMergedTask& task, int of_tile, int part) const {
+  __device__ __forceinline__ void add_merged_queries(const BackwardMergedTask& task, int of_tile, int part) const {
     const int first = min((group * S::kSumTiles + part) * S::kSumColumns, a.parts.sum_columns - S::kSumColumns);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -69,7 +69,7 @@ struct PartsLaunch {
   int sum_columns;                      // where branches share rows: of a row of sums
 
   /// Sums of a row of q, where branches share them.
-  LONGSPAN_DEVICE float* shared_row(int entry, int head, std::int64_t q_row) const {
+  LONGSPAN_DEVICE float* merged_row(int entry, int head, std::int64_t q_row) const {
     return sums + base.packed_row(entry, q_row, head) * sum_columns;
   }
   LONGSPAN_DEVICE std::int64_t row(const cuda::Item& item) const {

@@ -14,9 +14,6 @@ struct Eight {
   __device__ __forceinline__ void load(const T* source) {
     *reinterpret_cast<uint4*>(elements) = __ldg(reinterpret_cast<const uint4*>(source));
   }
-  __device__ __forceinline__ void store(T* target) const {
-    *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(elements);
-  }
   __device__ __forceinline__ float dot(const Eight& other) const {
     float sum = 0.0f;
 #pragma unroll
@@ -59,10 +56,10 @@ __device__ __forceinline__ void zero_uncovered(const PartsLaunch& a, const cuda:
 }
 
 /// Zeros to the sums of rows that branches share.
-__device__ __forceinline__ void zero_shared(const PartsLaunch& a, const cuda::Item& item) {
+__device__ __forceinline__ void zero_merged(const PartsLaunch& a, const cuda::Item& item) {
   const cuda::DeviceRange& range = a.base.ranges[item.range];
   const int first = item.tile * cuda::kFillRows, rows = min(cuda::kFillRows, range.count - first);
-  float4* const sums = reinterpret_cast<float4*>(a.shared_row(item.entry, item.head, range.first_row + first));
+  float4* const sums = reinterpret_cast<float4*>(a.merged_row(item.entry, item.head, range.first_row + first));
 #pragma unroll 4
   for (int i = threadIdx.x; i < rows * (a.sum_columns / 4); i += kPartsThreads)
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -80,7 +77,7 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
     for (int i = threadIdx.x; i < kMostHalved * kWarpsOfKeys; i += kPartsThreads) a.joined[i] = 0;
   }
   const cuda::Item item = a.base.decode(blockIdx.x);
-  if (item.branch < 0) return a.base.merges ? zero_shared(a, item) : zero_uncovered<T>(a, item);
+  if (item.branch < 0) return a.base.merges ? zero_merged(a, item) : zero_uncovered<T>(a, item);
   const QueryTile tile(a, item);
   if (tile.rows <= 0) return;
   const int chunk = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
@@ -246,7 +243,7 @@ __global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_const
   for (int i = threadIdx.x / kLanes; i < kQuarterRows; i += kPartsThreads / kLanes) {
     if (first + i >= range.count) break;
     const std::int64_t row = range.first_row + first + i;
-    const float* const sums = a.shared_row(item.entry, item.head, row) + place;
+    const float* const sums = a.merged_row(item.entry, item.head, row) + place;
     const float4 low = __ldcs(reinterpret_cast<const float4*>(sums)),
                  high = __ldcs(reinterpret_cast<const float4*>(sums + kApart));
     // Plus 0: zeros that strands add past their ends, in no order, may leave 0 or -0 where a sum has underflowed.

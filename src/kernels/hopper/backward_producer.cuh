@@ -81,7 +81,7 @@ struct BackwardProducer {
     task.row = a.parts.row(item);
     task.first_sums = static_cast<int>(task.row / kSumTileRows);
     if constexpr (S::kMerges && S::kShared) {
-      task.sums = a.parts.shared_row(item.entry, item.head, queries.q_row);
+      task.sums = a.parts.merged_row(item.entry, item.head, queries.q_row);
       task.sum_step = static_cast<std::int64_t>(strand.stride) * a.parts.sum_columns;
     }
     return true;
@@ -213,7 +213,7 @@ struct BackwardProducer {
 
   /// Adds a tile to sums that branches share. Rows after the strand's end are other strands': what was computed for
   /// them from zeros is NaN where a key is, and becomes zeros again.
-  __device__ __forceinline__ void add_rows(const BackwardTask& task, int group, int place) const {
+  __device__ __forceinline__ void add_merged_tile(const BackwardTask& task, int group, int place) const {
     const int first = place * S::kQueries + (S::kWide ? 0 : group * kSumTileRows);
     const int rows = task.queries - first;
     const std::uint32_t sums = memory.sums(group);
@@ -271,7 +271,7 @@ struct BackwardProducer {
           continue;
         }
         if (opens) fence_memory();
-        if constexpr (S::kMerges) add_rows(task, group, place);
+        if constexpr (S::kMerges) add_merged_tile(task, group, place);
         else
           add_bytes(a.parts.sums + static_cast<std::int64_t>(first + 2 * place) * S::kSumTile, memory.sums(group),
                     S::kSumBytes);

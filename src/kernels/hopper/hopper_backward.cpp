@@ -33,7 +33,7 @@ std::int64_t sum_columns(const Plan& plan) {
 
 /// Columns of a row of sums that branches share: those of dq, in whole blocks of the copy engine's boxes, or of what a
 /// warp group adds from registers.
-std::int64_t shared_columns(const Problem& problem) {
+std::int64_t merged_columns(const Problem& problem) {
   const std::int64_t block = problem.head_dim > kWidestStaged ? kBlockColumns : kSumBlockColumns;
   return (problem.head_dim + block - 1) / block * block;
 }
@@ -124,15 +124,15 @@ bool make_maps(BackwardLaunch& launch, const BackwardArguments& a) {
   });
 }
 
-void make_sum_maps(BackwardLaunch& launch, const Plan& plan) {
+/// Of the sums of dq, where branches share rows.
+bool make_sum_maps(BackwardLaunch& launch, const Plan& plan) {
   const Problem& problem = plan.problem();
-  if (problem.head_dim > kWidestStaged) return;
-  const SharedSums sums{launch.parts.sums, problem.query_rows, shared_columns(problem), problem.batch * problem.heads,
+  if (!plan.merges_branches() || problem.head_dim > kWidestStaged) return true;
+  const MergedSums sums{launch.parts.sums, problem.query_rows, merged_columns(problem), problem.batch * problem.heads,
                         static_cast<int>(std::min<std::int64_t>(sum_columns(plan), kBlockColumns))};
-  const bool made = for_each_map(launch, plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t) {
+  return for_each_map(launch, plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t) {
     return encode(launch.sums[map], sums, dilation, rows);
   });
-  if (!made) throw CudaError("the driver refuses maps of the sums of dq; kernel=\"cuda-mma\" needs none");
 }
 
 /// Where strands of each branch in each range of a launch have their rows.
@@ -205,7 +205,7 @@ std::int64_t sum_rows(const Plan& plan) {
 std::int64_t sum_count(const Plan& plan) {
   const Problem& problem = plan.problem();
   if (!plan.merges_branches()) return sum_rows(plan) * sum_columns(plan);
-  return problem.batch * problem.heads * problem.query_rows * shared_columns(problem);
+  return problem.batch * problem.heads * problem.query_rows * merged_columns(problem);
 }
 
 Verdict can_run_backward(const Plan& plan) {
@@ -218,15 +218,13 @@ Verdict can_run_backward(const Plan& plan) {
   if (plan.options().detached_mix) return no("has no detached_mix");
   if (has_masks(plan) && plan.options().deterministic)
     return no("has no block masks with gradients that repeat bit for bit");
-  // Strand by strand lie sums of dq, or, where branches share these, two row values.
-  const bool merges = plan.merges_branches();
-  const std::int64_t rows = sum_rows(plan), columns = sum_columns(plan), numbers = rows * (merges ? 2 : columns);
-  const double numbers_of_dq = static_cast<double>(problem.batch * problem.heads) *
-                               static_cast<double>(problem.query_rows) * static_cast<double>(columns);
-  const double ratio = static_cast<double>(numbers) / std::max(numbers_of_dq, 1.0);
-  if (ratio > kMostSums && numbers * static_cast<std::int64_t>(sizeof(float)) > kSmallSums)
-    return no("{} strand by strand in steps of {} rows: here that takes {:.1f} times the rows of dq, {} at most",
-              merges ? "keeps row values" : "adds up dq", kSumTileRows, ratio, kMostSums);
+  const std::int64_t rows = sum_rows(plan), columns = sum_columns(plan);
+  const double rows_of_dq =
+      static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.query_rows);
+  const double ratio = static_cast<double>(rows) / std::max(rows_of_dq, 1.0);
+  if (ratio > kMostSums && rows * columns * static_cast<std::int64_t>(sizeof(float)) > kSmallSums)
+    return no("goes strand by strand in steps of {} rows: here that takes {:.1f} times the rows of dq, {} at most",
+              kSumTileRows, ratio, kMostSums);
   if (rows / kSumTileRows * 2 > std::int64_t{1} << 30)
     return no("counts tiles of sums in 32 bits, there are {} rows of them", rows);
   return yes();
@@ -241,20 +239,20 @@ void backward(const BackwardArguments& a) {
   const Problem& problem = a.plan.problem();
   BackwardLaunch launch{};
   const bool masked = has_masks(a.plan);
+  const Space space = layout(a.plan);
+  const auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(a.workspace + offset); };
+  PartsLaunch& parts = launch.parts;
+  parts.lse = at(space.lse), parts.delta = at(space.delta), parts.sums = at(space.sums);
+  parts.sum_columns = static_cast<int>(merged_columns(problem));
   // Lists of blocks go by tiles of queries on the strand's grid, as sums do where the queries are all rows.
-  if (!cuda::has_key_sums(a) || !fits_workspace(a) || (masked && !is_whole(a)) || !make_maps(launch, a))
+  if (!cuda::has_key_sums(a) || !fits_workspace(a) || (masked && !is_whole(a)) || !make_maps(launch, a) ||
+      !make_sum_maps(launch, a.plan))
     return cuda::backward_matrix(a);
   const cuda::DeviceGuard guard(a.q.device.index);
   cuda::check_pointers(a);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
   const BackwardStarts& starts = problem.dtype == DType::bf16 ? kBackwardBf16 : kBackwardF16;
   const bool in_order = a.plan.options().deterministic;
-  const Space space = layout(a.plan);
-  const auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(a.workspace + offset); };
-  PartsLaunch& parts = launch.parts;
-  parts.lse = at(space.lse), parts.delta = at(space.delta), parts.sums = at(space.sums);
-  parts.sum_columns = static_cast<int>(shared_columns(problem));
-  if (a.plan.merges_branches()) make_sum_maps(launch, a.plan);
   parts.ticket = reinterpret_cast<unsigned*>(at(space.ticket));
   parts.turns = in_order ? reinterpret_cast<unsigned*>(at(space.turns)) : nullptr;
   const int halved = halved_items(a.plan);

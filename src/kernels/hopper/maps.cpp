@@ -132,7 +132,7 @@ bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation
   return find(map, key, {row * dilation, row, view.strides[2] * element, view.strides[0] * element});
 }
 
-bool encode(CUtensorMap& map, const SharedSums& sums, std::int64_t dilation, std::int64_t rows) {
+bool encode(CUtensorMap& map, const MergedSums& sums, std::int64_t dilation, std::int64_t rows) {
   constexpr std::int64_t kElement = sizeof(float);
   const std::int64_t row = sums.columns * kElement;
   const cuuint32_t box_blocks = static_cast<cuuint32_t>(sums.box_columns / kSumBlockColumns);

@@ -14,16 +14,16 @@ Verdict fits(const Plan& plan);
 bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation, std::int64_t rows, int box_rows);
 
 /// Sums of dq that branches share (backward_launch.h), of `heads` heads of all entries.
-struct SharedSums {
+struct MergedSums {
   const float* data;
   std::int64_t rows, columns, heads;
   int box_columns;
 };
 /// Their rows as the grid of one dilation; false if the driver refuses.
-bool encode(CUtensorMap& map, const SharedSums& sums, std::int64_t dilation, std::int64_t rows);
+bool encode(CUtensorMap& map, const MergedSums& sums, std::int64_t dilation, std::int64_t rows);
 
-/// Calls make(count, kind, dilation) for each map of each branch: one, or two where phases differ in length, and fills
-/// in where a branch's maps begin. False as soon as make is.
+/// Calls make(map, dilation, rows of queries, rows of keys) for each map of each branch: one, or two where phases
+/// differ in length, and fills in where a branch's maps begin. False as soon as make is.
 template <class Launch, class Make>
 bool for_each_map(Launch& launch, const Plan& plan, Make&& make);
 

@@ -333,6 +333,8 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
     __syncthreads();
   }
 
+  if constexpr (!kMerges) __syncwarp();  // half tiles: other lanes may have read of Q where this one writes
+
   // Padding, then either put the state down for a later branch or write the row. What that takes is computed here.
   const int done = computed_here(0);
   const int padding = branch.padding(strand, length, a.causal);

@@ -483,10 +483,12 @@ struct Consumer {
     products_wait<0>();
     pin(scores);
     if (more) first_softmax(factor);
-    if (thread == 0) {  // late, so that nobody waits for the copy engine
+    const std::uint32_t task_free = memory.task_free((taken - 1) % kTaskSlots);
+    if constexpr (S::kMerges) arrive(task_free);  // every thread, for racecheck: all of them have read the state
+    if (thread == 0) {                            // late, so that nobody waits for the copy engine
       wait_stores_read<0>();
       arrive(memory.query_free(slot));
-      arrive(memory.task_free((taken - 1) % kTaskSlots));
+      if constexpr (!S::kMerges) arrive(task_free);
     }
     return more;
   }

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
     }
     for (std::uint32_t slot = 0; slot < kTaskSlots; ++slot) {
       barrier_init(memory.task_full(slot), kWarpThreads);
-      barrier_init(memory.task_free(slot), S::kGroups);
+      barrier_init(memory.task_free(slot), S::kMerges ? S::kGroups * kGroupThreads : S::kGroups);
       barrier_init(memory.state_full(slot), kWarpThreads);
     }
     // Stages are given back warp by warp: nothing is assumed about warps of a group ending together.

@@ -13,11 +13,15 @@
 #include "longspan/error.h"
 #include "longspan/threads.h"
 #include "support/case.h"
+#include "support/loops.h"
 #include "util/cpu_info.h"
 #include "util/parallel.h"
 
 namespace longspan {
 namespace {
+
+using testing::finds_all;
+using testing::most_at_once;
 
 #if defined(__linux__)
 // First, while there is one worker: each learns where callers are when it goes to sleep.
@@ -142,26 +146,7 @@ TEST(ParallelFor, HostThreadsShareOneBudget) {
   EXPECT_GT(callers.load(), 100);
 }
 
-/// The most threads that work at once on `items` items of a loop of four.
-int most_at_once(std::int64_t items) {
-  std::atomic<int> working{0}, most{0};
-  parallel_for(4, items, {}, [&](int, std::int64_t) {
-    const int now = working.fetch_add(1) + 1;
-    for (int seen = most.load(); seen < now && !most.compare_exchange_weak(seen, now);) {}
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    working.fetch_sub(1);
-  });
-  return most;
-}
-
-/// Whether a loop of four finds all four threads, given some time for workers to come.
-bool finds_all() {
-  int attempt = 0;
-  while (most_at_once(12) < 4 && attempt < 50) ++attempt;
-  return attempt < 50;
-}
-
-/// Whether it does, also beside two seats that are left, and finds two beside two seats.
+/// Whether a loop of four finds all four threads, also beside two seats that are left, and two beside two seats.
 bool counts_right() {
   bool all = finds_all();
   std::atomic<int> left{0}, seated{0};

@@ -4,6 +4,7 @@
 #include "comm/messages.h"
 #include "longspan/error.h"
 #include "ring/ring_cases.h"
+#include "support/loops.h"
 
 namespace longspan::testing {
 namespace {
@@ -68,6 +69,19 @@ TEST(Fault, LateMessagesArriveOrRaise) {
   for (const std::size_t rank : {0u, 2u})
     EXPECT_NE(late.errors[rank].find("rank 1"), std::string::npos) << late.errors[rank];
   EXPECT_LT(late.seconds, 7.5);
+}
+
+TEST(Fault, RanksThatWaitLeaveTheirCores) {
+  std::atomic<bool> over{false};
+  std::thread ring([&] {
+    run_with({{Kind::delay, 1, -1, 1, std::chrono::milliseconds(3000)}});
+    over = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));  // by then two wait for the third, and it for them
+  bool found = false;
+  while (!found && !over) found = most_at_once(12) == 4;
+  EXPECT_TRUE(found && !over);
+  ring.join();
 }
 
 TEST(Fault, DoubledMessagesAreTakenOnce) {

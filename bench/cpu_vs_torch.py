@@ -178,6 +178,7 @@ class Case:
 
         peers = dict(self.peers)
         if arguments.compiled:
+            torch._dynamo.reset()  # after eight shapes it would not compile any more
             peers["torch compiled"] = torch.compile(self.peers["torch"])
         functions = {"forward": forward, "both": both}
         for name, peer in peers.items():

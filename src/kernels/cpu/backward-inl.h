@@ -143,6 +143,7 @@ class BackwardRun {
   static constexpr std::int64_t kQueryTile = Scheme::kQueryTile, kKeyTile = Scheme::kKeyTile;
   static constexpr int kRows = Scheme::kRows;
   static constexpr std::int64_t kGroups = kQueryTile / kRows;
+  static constexpr std::int64_t kWriteAhead = 8;          // rows between fetching a place and writing there
   static constexpr std::int64_t kPackedRows = 2 * kRows;  // rows are packed in multiples of this
   static_assert(kKeyTile % kChunk == 0 && kRows % 2 == 0);
 
@@ -207,8 +208,10 @@ class BackwardRun {
         const std::int64_t last = blocks_.next_row(first, stop);
         q_begin_ = run.q_row + (first - run.begin) * task_.strand.stride;
         if (!blocks_.heads_differ()) {
+          following_ = (end - first) * task_.heads.count;
           stream_rows({task_.heads, first, last - first});
         } else {
+          following_ = last - first;
           for (std::int64_t head = 0; head < task_.heads.count; ++head)
             stream_rows({{task_.heads.at(head), 1, 1}, first, last - first});
         }
@@ -284,6 +287,26 @@ class BackwardRun {
     scheme_.pack_queries(m_.dout, m_.dout_pairs, m_.v_rows, packed, 1.0f, m_.scratch);
   }
 
+  /// While products run: where dq of some rows of a tile goes, and as many rows of the next tile, or of the next strand.
+  void fetch_ahead(std::int64_t tile, std::int64_t count, std::int64_t row) const {
+    const std::int64_t row_bytes = scheme_.row_bytes();
+    for (std::int64_t i = tile + row, end = tile + std::min(row + kRows, count); i < end; ++i) {
+      if (shared_.dq_sums.data) {
+        prefetch_row<true>(
+            reinterpret_cast<const std::byte*>(shared_.dq_sums.at(task_.entry, q_row(i), rows_.head(i))),
+            scheme_.head_dim * 4);
+      } else {
+        prefetch_row<true>(bytes(shared_.dq, i), row_bytes);
+      }
+      if (const std::int64_t next = i + count; next < following_) {
+        prefetch_early(bytes(shared_.q, next), row_bytes);
+        prefetch_early(bytes(shared_.dout, next), row_bytes);
+        if (!shared_.delta.data) prefetch_early(bytes(shared_.out, next), row_bytes);
+      }
+    }
+    if (task_.next) prefetch_keys(shared_, *task_.next, tile + row, tile + row + kRows);
+  }
+
   void query_tile(std::int64_t tile, std::int64_t count) {
     std::memset(m_.dq, 0, static_cast<std::size_t>(round_up(count, kPackedRows) * scheme_.columns) * sizeof(float));
     const std::int64_t head = rows_.head(tile), row = rows_.index(tile), last = rows_.index(tile + count - 1);
@@ -301,17 +324,19 @@ class BackwardRun {
       if (!blocks_.masked())
         length = policy_.open_end(task_.key_begin + from, task_.key_begin + key) - task_.key_begin - from;
       if (!loaded) load_queries(tile, count);
+      key_tile(tile, count, from, length, !loaded);
       loaded = true;
-      key_tile(tile, count, from, length);
     }
     if (loaded || !adds()) write_queries(tile, count);
   }
   /// Whether dq is added to; otherwise this task is the first to write it, and writes all of it.
   bool adds() const { return shared_.add_queries || task_.block > 0; }
 
-  HWY_NOINLINE void key_tile(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys) {
+  /// first: of the query tile's key tiles.
+  HWY_NOINLINE void key_tile(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys,
+                             bool first) {
     std::int64_t most[kGroups];
-    if (!weigh(tile, count, key, tile_keys, most)) return;
+    if (!weigh(tile, count, key, tile_keys, first, most)) return;
     const std::int64_t padded = round_up(keys(), kKeyTile);
     scheme_.add_to_keys(m_.weights, m_.dout_pairs, m_.dv, key, tile_keys, padded, count, most);
     scheme_.add_to_keys(m_.dscores, m_.q_pairs, m_.dk, key, tile_keys, padded, count, most);
@@ -319,13 +344,14 @@ class BackwardRun {
   }
 
   /// Fills weights and dscores of a tile; most[group] is how many keys the group's rows see. False if none does.
-  HWY_INLINE bool weigh(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys,
+  HWY_INLINE bool weigh(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys, bool first,
                         std::int64_t* most) {
     bool any = false;
     const std::int64_t base = task_.key_begin + key;
     // Products take keys a few at a time: so far beyond the tile's own they must find zeros.
     const std::int64_t cleared = std::min(kKeyTile, round_up(tile_keys + kTileRows - 1, 2 * kChunk));
     for (std::int64_t row = 0; row < count; row += kRows) {
+      if (first) fetch_ahead(tile, count, row);
       std::int64_t seen = 0;
       for (int i = 0; i < kRows; ++i) {
         const std::int64_t limit = std::clamp<std::int64_t>(m_.limits[row + i] - base, 0, tile_keys);
@@ -443,8 +469,23 @@ class BackwardRun {
     }
     for (std::int64_t i = 0; i < keys(); ++i) {
       const std::int64_t position = task_.strand.start + (task_.key_begin + i) * task_.strand.stride;
+      if (i + kWriteAhead < keys()) {
+        const std::int64_t later = position + kWriteAhead * task_.strand.stride;
+        prefetch_target(shared_.dk, shared_.dk_sums, later);
+        prefetch_target(shared_.dv, shared_.dv_sums, later);
+      }
       write_key(shared_.dk, shared_.dk_sums, position, scheme_.key_sums(m_.dk, i, padded, m_.q), dk_factor);
       write_key(shared_.dv, shared_.dv_sums, position, scheme_.key_sums(m_.dv, i, padded, m_.dout), dweight_factor_);
+    }
+  }
+  void prefetch_target(const TensorView& view, const FloatRows& sums, std::int64_t position) const {
+    if (sums.data) {
+      prefetch_row<true>(reinterpret_cast<const std::byte*>(sums.at(task_.entry, position, task_.kv_head)),
+                         scheme_.head_dim * 4);
+    } else {
+      prefetch_row<true>(static_cast<const std::byte*>(view.data) +
+                             view.offset(task_.entry, position, task_.kv_head) * size_of(view.dtype),
+                         scheme_.row_bytes());
     }
   }
   void write_key(const TensorView& view, const FloatRows& sums, std::int64_t position, const float* source,
@@ -468,6 +509,7 @@ class BackwardRun {
   const float dweight_factor_;
   VirtualRows rows_;
   std::int64_t q_begin_ = 0;
+  std::int64_t following_ = 0;  // end of the rows that may be fetched ahead, counted as those of rows_
 };
 
 template <class Scheme>

@@ -14,7 +14,6 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::int64_t kAllHeads = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kRowsPerSweep = 256;
-constexpr std::int64_t kShortRows = 256;  // strands shorter than this share a task
 // Strands are cut until there are this many tasks (if their length allows). A number of the problem alone: the cut
 // decides the order in which dq is summed, so it must not look at the threads.
 constexpr double kTasksWanted = 64;
@@ -54,8 +53,7 @@ Section backward_section(const Engine& engine, const Plan& plan, std::int64_t br
   section.segments = branch.segments(problem.tokens);
   section.block_rows = task_keys(engine, plan);
   section.blocks = std::max<std::int64_t>(1, (rows + section.block_rows - 1) / section.block_rows);
-  section.segments_per_task = std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1,
-                                                       std::max<std::int64_t>(section.segments, 1));
+  section.strands_per_task = strands_together(plan, rows);
   if (section.blocks > 1) section.tickets = (rows + kTicketRows - 1) / kTicketRows;
   return section;
 }
@@ -126,21 +124,21 @@ void run_sections(const Engine& engine, const BackwardShared& shared, std::int64
                       plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
     }
     const TaskPlace place = locate(plan, section, item);
-    BackwardTask task;
-    for (std::int64_t segment = place.first_segment; segment < place.last_segment; ++segment) {
-      if (!fill_strand(shared, section, place, segment, kAllHeads, task)) continue;
+    const auto find = [&](std::int64_t strand, BackwardTask& task) {
+      if (!fill_strand(shared, section, place, strand, kAllHeads, task)) return false;
       task.block = place.block;
       task.key_begin = place.block * section.block_rows;
       task.key_end = std::min(task.key_begin + section.block_rows, task.strand.count);
-      if (task.key_begin >= task.strand.count) continue;
+      if (task.key_begin >= task.strand.count) return false;
       // With keys in pieces most strands may have no query here; every task of such a strand is left out alike.
-      if (plan.problem().has_piece_gradients && !any_query(shared, task)) continue;
-      const BranchPlan& own = plan.branches()[static_cast<std::size_t>(branch)];
-      const std::int64_t ordinal =
-          (place.entry * own.head_count + place.head - own.head_begin) * section.segments + segment;
+      if (plan.problem().has_piece_gradients && !any_query(shared, task)) return false;
+      const std::int64_t ordinal = place.entry * section.strands(plan) + strand;
       task.tickets = section.blocks > 1 ? memory.tickets + first_ticket + ordinal * section.tickets : nullptr;
+      return true;
+    };
+    run_strands<BackwardTask>(place, find, [&](const BackwardTask& task) {
       engine.backward(shared, task, memory.threads + memory.bytes_per_thread * static_cast<std::size_t>(worker));
-    }
+    });
   });
 }
 

@@ -75,6 +75,7 @@ struct ForwardShared : CallShared {
 
 struct ForwardTask : StrandTask {
   QueryRun rows;  // rows of the strand; q rows follow at the strand's stride
+  const ForwardTask* next = nullptr;  // what the thread does afterwards, if that is known: fetched meanwhile
 };
 
 struct BackwardShared : CallShared {
@@ -94,6 +95,7 @@ struct BackwardTask : StrandTask {
   std::int64_t blocks = 1;
   // One counter per kTicketRows strand rows: tasks of one strand add to dq in the order of their keys. Null if alone.
   std::atomic<std::uint32_t>* tickets = nullptr;
+  const BackwardTask* next = nullptr;  // as in the forward
 };
 inline constexpr std::int64_t kTicketRows = 192;
 

@@ -148,6 +148,7 @@ class ForwardRun {
           const int count = take_runs(span, first, keys, from, runs);
           if (count == 0) break;
           for (std::int64_t at = 0; at < span.rows; at += Scheme::kGroup) {
+            if (task_.next && first == 0) fetch_next(span.row + at);
             attend(span, at, std::min<std::int64_t>(Scheme::kGroup, span.rows - at), first, keys, runs, count);
           }
         }
@@ -242,6 +243,19 @@ class ForwardRun {
   template <class View>
   std::int64_t offset(const View& view, std::int64_t row) const {
     return view.offset(task_.entry, q_row(row), rows_.head(row)) * size_of(view.dtype);
+  }
+
+  /// Rows of the next strand, as many as this one's group has, while products run.
+  void fetch_next(std::int64_t row) const {
+    const ForwardTask& next = *task_.next;
+    const VirtualRows rows{next.heads, next.rows.begin, next.rows.count};
+    prefetch_keys(shared_, next, row, row + Scheme::kGroup);
+    for (std::int64_t i = row; i < std::min(row + Scheme::kGroup, rows.size()); ++i) {
+      const std::int64_t q_row = next.rows.q_row + (rows.index(i) - rows.begin) * next.strand.stride;
+      prefetch_early(static_cast<const std::byte*>(shared_.q.data) +
+                         shared_.q.offset(next.entry, q_row, rows.head(i)) * size_of(shared_.q.dtype),
+                     scheme_.row_bytes());
+    }
   }
 
   /// Whether the first block of keys, of which every row sees some, writes the sums instead of adding to zeros.

@@ -15,7 +15,6 @@ constexpr std::int64_t kMostSharedHeads = 64;  // of one task
 constexpr std::int64_t kRowsPerSweep = 256;    // of a task that only fills or converts
 constexpr std::size_t kMostSections = 64;      // of one loop; calls with many query ranges take several loops
 constexpr std::int64_t kTasksPerThread = 4;
-constexpr std::int64_t kShortRows = 256;  // strands shorter than this share a task
 
 struct ForwardWorkspace {
   FloatRows sums, lse;
@@ -53,8 +52,7 @@ Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRa
   const std::int64_t rows = std::min(longest_strand(plan, branch), (range.count - 1) / branch.dilation + 1);
   section.block_rows = std::max<std::int64_t>(1, task_rows / largest_head_set(plan, most_shared_heads(branch)));
   section.blocks = (rows + section.block_rows - 1) / section.block_rows;
-  section.segments_per_task =
-      std::clamp<std::int64_t>(kShortRows / std::max<std::int64_t>(rows, 1), 1, section.segments);
+  section.strands_per_task = strands_together(plan, rows);
   return section;
 }
 
@@ -72,16 +70,18 @@ void run_sections(const Engine& engine, const ForwardShared& shared, std::span<c
     // Causal rows near the end see the most keys: they come first.
     const std::int64_t block = shared.causal ? section.blocks - 1 - place.block : place.block;
     const std::int64_t most_heads = most_shared_heads(shared.plan.branches()[static_cast<std::size_t>(section.branch)]);
-    ForwardTask task;
-    for (std::int64_t segment = place.first_segment; segment < place.last_segment; ++segment) {
-      if (!fill_strand(shared, section, place, segment, most_heads, task)) continue;
+    const auto find = [&](std::int64_t strand, ForwardTask& task) {
+      if (!fill_strand(shared, section, place, strand, most_heads, task)) return false;
       const QueryRun run = query_run(task.strand, section.range, section.q_first);
       const std::int64_t first = block * section.block_rows;
-      if (first >= run.count) continue;
+      if (first >= run.count) return false;
       task.rows = {run.begin + first, std::min(section.block_rows, run.count - first),
                    run.q_row + first * task.strand.stride};
+      return true;
+    };
+    run_strands<ForwardTask>(place, find, [&](const ForwardTask& task) {
       engine.forward(shared, task, memory + bytes_per_thread * static_cast<std::size_t>(worker));
-    }
+    });
   });
 }
 

@@ -46,6 +46,10 @@ template <bool kToWrite = false>
 HWY_INLINE void prefetch_row(const std::byte* row, std::int64_t bytes) {
   for (std::int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(row + offset, kToWrite);
 }
+/// For rows that are needed after many products: the first-level cache belongs to those.
+HWY_INLINE void prefetch_early(const std::byte* row, std::int64_t bytes) {
+  for (std::int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(row + offset, 0, 2);
+}
 
 /// rows[i] as floats, zero beyond the columns.
 HWY_INLINE void widen_any(DType dtype, float* target, const std::byte* row, float factor, std::int64_t columns,
@@ -190,6 +194,20 @@ inline void point_to_rows(const CallShared& shared, const StrandTask& task, std:
     }
   }
   for (std::int64_t index = count; index < padded; ++index) k_rows[index] = v_rows[index] = zero_row();
+}
+
+/// Keys of strand rows begin .. end on their way to the cache; those of pieces are left to the moment they are packed.
+inline void prefetch_keys(const CallShared& shared, const StrandTask& task, std::int64_t begin, std::int64_t end) {
+  if (!shared.call.pieces.empty()) return;
+  const std::int64_t bytes = shared.k.columns() * size_of(shared.k.dtype);
+  for (std::int64_t index = begin; index < std::min(end, task.strand.count); ++index) {
+    const std::int64_t position = task.strand.start + index * task.strand.stride;
+    for (const ConstTensorView* view : {&shared.k, &shared.v}) {
+      prefetch_early(static_cast<const std::byte*>(view->data) +
+                         view->offset(task.entry, position, task.kv_head) * size_of(view->dtype),
+                     bytes);
+    }
+  }
 }
 
 }  // namespace

@@ -58,31 +58,38 @@ std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch) {
   return rows == 0 ? 0 : (rows - 1) / branch.dilation + 1;
 }
 
-TaskPlace locate(const Plan& plan, const Section& section, std::int64_t index) {
-  const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(section.branch)];
-  const std::int64_t chunks = section.chunks();
-  const std::int64_t chunk = index % chunks;
-  index /= chunks;
-  const std::int64_t head = branch.head_begin + index % branch.head_count;
-  index /= branch.head_count;
-  const std::int64_t entry = index % plan.problem().batch;
-  const std::int64_t first = section.first_segment + chunk * section.segments_per_task;
-  return {index / plan.problem().batch, entry, head, first,
-          std::min(first + section.segments_per_task, section.first_segment + section.segments)};
+std::int64_t strands_together(const Plan& plan, std::int64_t rows) {
+  constexpr std::int64_t kShortRows = 256;      // shorter strands are not worth a task
+  constexpr std::int64_t kRowsTogether = 2048;  // up to here they fetch each other's rows,
+  constexpr std::int64_t kTasksWanted = 32;     // if there are tasks enough all the same
+  const Problem& problem = plan.problem();
+  std::int64_t strands = 0;
+  for (const BranchPlan& branch : plan.branches())
+    strands += problem.batch * branch.head_count * branch.segments(problem.tokens);
+  rows = std::max<std::int64_t>(rows, 1);
+  return std::max({kShortRows / rows, std::min(kRowsTogether / rows, strands / kTasksWanted), std::int64_t{1}});
 }
 
-bool fill_strand(const CallShared& shared, const Section& section, const TaskPlace& place, std::int64_t segment,
+TaskPlace locate(const Plan& plan, const Section& section, std::int64_t index) {
+  const std::int64_t groups = section.groups(plan), first = index % groups * section.strands_per_task;
+  index /= groups;
+  return {index / plan.problem().batch, index % plan.problem().batch, first,
+          std::min(first + section.strands_per_task, section.strands(plan))};
+}
+
+bool fill_strand(const CallShared& shared, const Section& section, const TaskPlace& place, std::int64_t strand,
                  std::int64_t most_heads, StrandTask& task) {
   const BranchPlan& branch = shared.plan.branches()[static_cast<std::size_t>(section.branch)];
-  const std::int64_t length = shared.length(place.entry);
+  const std::int64_t length = shared.length(place.entry), head = branch.head_begin + strand % branch.head_count;
+  const std::int64_t segment = section.first_segment + strand / branch.head_count;
   if (!branch.active(length) || segment >= branch.segments(length)) return false;
-  task.heads = shared_heads(shared.plan, branch, place.head, most_heads);
+  task.heads = shared_heads(shared.plan, branch, head, most_heads);
   if (task.heads.count == 0) return false;
-  task.strand = branch.strand(place.head, segment, length);
+  task.strand = branch.strand(head, segment, length);
   if (task.strand.count == 0) return false;
   task.entry = place.entry;
   task.branch = section.branch;
-  task.kv_head = place.head / group_size(shared.plan);
+  task.kv_head = head / group_size(shared.plan);
   task.padding = branch.padding(task.strand, length, shared.causal);
   return true;
 }

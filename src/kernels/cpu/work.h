@@ -21,34 +21,57 @@ std::int64_t largest_head_set(const Plan& plan, std::int64_t most);
 /// Rows of the longest strand of a branch.
 std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch);
 
-/// Tasks of one branch and (forward) one query range: blocks x entries x heads x chunks of segments.
+/// Strands of so many rows that one task takes one after the other.
+std::int64_t strands_together(const Plan& plan, std::int64_t rows);
+
+/// Tasks of one branch and (forward) one query range: blocks x entries x groups of strands. Strands are counted segment by
+/// segment, all heads of one before the next: they lie in the same pages of memory.
 struct Section {
   std::int64_t branch = 0;
   RowRange range;
   std::int64_t q_first = 0;  // row of q where the range begins
   std::int64_t first_segment = 0;
   std::int64_t segments = 0;
-  std::int64_t segments_per_task = 1;
+  std::int64_t strands_per_task = 1;
   std::int64_t blocks = 1;      // a strand is cut into this many parts
   std::int64_t block_rows = 0;  // of this many rows each
   std::int64_t tickets = 0;     // backward: counters per strand
   std::int64_t first_ticket = 0;
 
-  std::int64_t chunks() const { return (segments + segments_per_task - 1) / segments_per_task; }
-  std::int64_t tasks(const Plan& plan) const {
-    const BranchPlan& own = plan.branches()[static_cast<std::size_t>(branch)];
-    return blocks * plan.problem().batch * own.head_count * chunks();
+  std::int64_t strands(const Plan& plan) const {
+    return segments * plan.branches()[static_cast<std::size_t>(branch)].head_count;
   }
+  std::int64_t groups(const Plan& plan) const { return (strands(plan) + strands_per_task - 1) / strands_per_task; }
+  std::int64_t tasks(const Plan& plan) const { return blocks * plan.problem().batch * groups(plan); }
 };
 
 /// Where task `index` of a section is. Blocks are the slowest index, and the longest come first.
 struct TaskPlace {
-  std::int64_t block, entry, head, first_segment, last_segment;
+  std::int64_t block, entry, first_strand, last_strand;
 };
 TaskPlace locate(const Plan& plan, const Section& section, std::int64_t index);
 
 /// Fills everything of a task but its rows. False if there is nothing to do.
-bool fill_strand(const CallShared& shared, const Section& section, const TaskPlace& place, std::int64_t segment,
+bool fill_strand(const CallShared& shared, const Section& section, const TaskPlace& place, std::int64_t strand,
                  std::int64_t most_heads, StrandTask& task);
+
+/// run(task) for the strands of a place that find(strand, task) has; each task knows the one after it.
+template <class Task, class Find, class Run>
+void run_strands(const TaskPlace& place, Find&& find, Run&& run) {
+  Task task, next;
+  std::int64_t strand = place.first_strand;
+  const auto find_next = [&] {
+    for (; strand < place.last_strand; ++strand) {
+      if (find(strand, next)) return strand++ < place.last_strand;
+    }
+    return false;
+  };
+  for (bool found = find_next(); found;) {
+    task = next;
+    found = find_next();
+    task.next = found ? &next : nullptr;
+    run(task);
+  }
+}
 
 }  // namespace longspan::cpu

@@ -1,23 +1,20 @@
-// Selection: a warp has the means of one block and head, heads side by side as they are in memory; scores of a few
-// block rows with all columns live in shared memory, and a warp finds the least score that stays by bits, from the
-// highest that is in question down. Lists: a warp per tile counts its entries, takes room for them, and writes them.
+// Selection: a warp has the means of one block and head, heads side by side as they are in memory; a thread block
+// chooses for a few block rows (adaptive_rows.cuh) and makes their lists. Lists: a warp per tile finds entries by words
+// of bits, where lanes have a word each; by keys it looks at every row.
 #include "kernels/cuda/adaptive.h"
 
 #include <algorithm>
 #include <bit>
 
-#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/adaptive_rows.cuh"
 #include "kernels/cuda/start.cuh"
 #include "pattern/kept_columns.h"
 
 namespace longspan::cuda {
 namespace {
 
-constexpr int kThreads = 256, kLanes = 32, kWarps = kThreads / kLanes;
-constexpr int kChoosing = 512;               // threads that choose
-constexpr int kMostRows = 32, kFewRows = 4;  // block rows that share what they read of key means
-constexpr int kColumns = 2, kFour = 4;       // scores that a thread computes side by side, ranks that it reads at once
-constexpr int kLoads = 4;                    // rows that a thread asks for before it adds the first
+constexpr int kFewRows = 4;
+constexpr int kManyBlocks = 128;  // thread blocks that keep a GPU busy, so that more rows may share what they read
 
 /// Shared memory is asked for up to `most_shared`, the device's most, by every call alike: a thread that asked for less
 /// would take from another what that one has just asked for.
@@ -32,20 +29,20 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int sh
   return run_kernel(kernel, grid, threads, shared_bytes, stream, arguments...);
 }
 
-__device__ __forceinline__ int warp_of_block() { return static_cast<int>(threadIdx.x) / kLanes; }
-
 struct Choice {
   double density;
-  int branch, blocks, stride, shift, words;  // stride: from a column of key means to the next, and of ranks
+  int branch, blocks, stride, shift, words;  // stride: from a row of ranks to the next
   float* query_means;                        // [mask head][block][column]
-  float* key_means;                          // [entry, kv head][column][stride]
+  float* key_means;                          // [entry, kv head][block][column]
   std::uint32_t* bits;                       // [mask head][block row][word]
 };
 
 /// Mean of the rows that lengths and key_mask leave of a block, column by column; NaN where none are left. `lanes`
-/// threads share a row, 8 columns each.
-template <class T>
+/// threads share a row, 8 columns each. kPlain: rows lie at even steps, aligned, and are all allowed.
+template <class T, bool kPlain>
 __global__ void __launch_bounds__(kThreads, 4) block_means(const __grid_constant__ Launch a, Choice c, int lanes) {
+  constexpr int kVectors = static_cast<int>(sizeof(T)) / 2;  // of 8 columns
+  constexpr int kLoads = (kPlain ? 8 : 4) / kVectors;        // rows that a thread asks for before it adds the first
   const int heads = a.heads + a.kv_heads, index = static_cast<int>(blockIdx.x) * kWarps + warp_of_block();
   const int block = index / heads, side = index - block * heads, entry = static_cast<int>(blockIdx.z);
   const bool queries = side < a.heads;
@@ -57,47 +54,48 @@ __global__ void __launch_bounds__(kThreads, 4) block_means(const __grid_constant
   const bool exists = own < a.columns;
   float sum[8] = {};
   int count = 0;
-  const auto add = [&](int first, int last, const auto& row_of) {
-    for (int position = first + group; position < last; position += kLoads * groups) {
-      alignas(16) T elements[kLoads][8];
-      bool valid[kLoads];
+  const Rows& rows = queries ? a.q : a.k;
+  for (int r = 0; r < (queries ? a.range_count : 1); ++r) {
+    const DeviceRange range = queries ? a.ranges[r] : DeviceRange{0, a.tokens, 0};
+    const int last = min(end, range.start + range.count);
+    const T* const start =
+        reinterpret_cast<const T*>(rows.data) + rows.offset(entry, range.first_row - range.start, head) + own;
+    const std::int64_t step = groups * rows.row;
+    const auto row_of = [&](int position) {
+      if (queries || a.piece_count == 0) return start + position * rows.row;
+      const char *k_row = nullptr, *v_row = nullptr;
+      a.key_row(entry, head, position, sizeof(T), k_row, v_row);
+      return k_row ? reinterpret_cast<const T*>(k_row) + own : nullptr;
+    };
+#pragma unroll 1
+    for (int position = max(begin, range.start) + group; position < last; position += kLoads * groups) {
+      union {
+        uint4 vectors[kLoads][kVectors];
+        T elements[kLoads][8];
+      } loaded;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int at = position + i * groups;
-        const T* const row = at < last && a.allowed(entry, at) ? row_of(at) : nullptr;
-        valid[i] = row;
-        if (!row || !exists) continue;
-        if (a.aligned) {
+        bool valid = exists && at < last && (kPlain || a.allowed(entry, at));
+        const T* const row = kPlain ? start + position * rows.row + i * step : valid ? row_of(at) : nullptr;
+        valid = valid && (kPlain || row);
+        count += valid;
+        const bool vectors = kPlain || a.aligned;
 #pragma unroll
-          for (int word = 0; word < static_cast<int>(sizeof(T)) / 2; ++word)
-            reinterpret_cast<uint4*>(elements[i])[word] = __ldg(reinterpret_cast<const uint4*>(row + own) + word);
-        } else {
+        for (int v = 0; v < kVectors; ++v)
+          loaded.vectors[i][v] =
+              valid && vectors ? __ldg(reinterpret_cast<const uint4*>(row) + v) : make_uint4(0, 0, 0, 0);
+        if constexpr (!kPlain) {
 #pragma unroll
-          for (int j = 0; j < 8; ++j) elements[i][j] = row[own + j];
+          for (int j = 0; j < 8 && valid && !vectors; ++j) loaded.elements[i][j] = row[j];
         }
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        count += valid[i];
-        if (!valid[i] || !exists) continue;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum[j] += as_float(elements[i][j]);
+        for (int j = 0; j < 8; ++j) sum[j] += as_float(loaded.elements[i][j]);
       }
     }
-  };
-  if (queries) {
-    for (int r = 0; r < a.range_count; ++r) {
-      const DeviceRange& range = a.ranges[r];
-      add(max(begin, range.start), min(end, range.start + range.count), [&](int position) {
-        return reinterpret_cast<const T*>(a.q.data) + a.q.offset(entry, range.first_row + position - range.start, head);
-      });
-    }
-  } else {
-    add(begin, end, [&](int position) {
-      const char *k_row = nullptr, *v_row = nullptr;
-      a.key_row(entry, head, position, sizeof(T), k_row, v_row);
-      return reinterpret_cast<const T*>(k_row);
-    });
   }
   for (int offset = lanes; offset < kLanes; offset *= 2) {
     count += __shfl_xor_sync(~0u, count, offset);
@@ -105,151 +103,13 @@ __global__ void __launch_bounds__(kThreads, 4) block_means(const __grid_constant
     for (int j = 0; j < 8; ++j) sum[j] += __shfl_xor_sync(~0u, sum[j], offset);
   }
   if (lane >= lanes || !exists) return;
+  const std::int64_t place = queries ? (static_cast<std::int64_t>(entry) * a.heads + head) * c.blocks + block
+                                     : (static_cast<std::int64_t>(entry) * a.kv_heads + head) * c.blocks + block;
+  float* const target = (queries ? c.query_means : c.key_means) + place * a.columns + own;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float mean = sum[j] / static_cast<float>(count);
-    const std::int64_t column = own + j;
-    if (queries)
-      c.query_means[((static_cast<std::int64_t>(entry) * a.heads + head) * c.blocks + block) * a.columns + column] =
-          mean;
-    else
-      c.key_means[((static_cast<std::int64_t>(entry) * a.kv_heads + head) * a.columns + column) * c.stride + block] =
-          mean;
-  }
-}
-
-/// Scores as integers of the same order: NaN is 0, below everything; equal scores are equal.
-__device__ __forceinline__ std::uint32_t rank_of(float score) {
-  if (isnan(score)) return 0;
-  const std::uint32_t word = __float_as_uint(score + 0.0f);  // -0 is 0
-  return word >> 31 ? ~word : word | 0x80000000u;
-}
-
-/// The means of kRows block rows in one column, as shared memory gives them at once.
-template <int kRows>
-struct alignas(kRows >= 4 ? 16 : 4) RowMeans {
-  float of[kRows];
-};
-
-/// The best columns of kRows block rows of one mask head, as bits.
-template <int kRows>
-__global__ void __launch_bounds__(kChoosing) choose_rows(const __grid_constant__ Launch a, Choice c) {
-  extern __shared__ __align__(16) std::uint32_t ranks[];  // [row][stride], then means of queries [column]
-  auto* const means = reinterpret_cast<RowMeans<kRows>*>(ranks + kRows * c.stride);
-  const int first_row = static_cast<int>(blockIdx.x) * kRows, head = static_cast<int>(blockIdx.y),
-            entry = static_cast<int>(blockIdx.z);
-  if (!a.branches[c.branch].owns(head)) return;
-  const int mask_head = entry * a.heads + head, length = a.length(entry);
-  const int present = length == 0 ? 0 : ((length - 1) >> c.shift) + 1;
-  const int rows = min(kRows, c.blocks - first_row);
-  const auto candidates_of = [&](int row) {
-    const int block_row = first_row + row;
-    return block_row >= present ? 0 : a.causal ? block_row + 1 : present;
-  };
-  const int most = min(present, a.causal ? first_row + rows : present);  // candidates of the last row
-  const float* const queries =
-      c.query_means + (static_cast<std::int64_t>(mask_head) * c.blocks + first_row) * a.columns;
-  const float* const keys =
-      c.key_means +
-      (static_cast<std::int64_t>(entry) * a.kv_heads + head / (a.heads / a.kv_heads)) * a.columns * c.stride;
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * a.columns; i += kChoosing) {
-    const int row = i / a.columns, column = i % a.columns;
-    means[column].of[row] = row < rows ? queries[row * a.columns + column] : 0.0f;
-  }
-  __syncthreads();
-  // Columns that are no candidates of a row, and the diagonal, which stays in any case, rank below everything. Head
-  // dims are multiples of 8: so many key means are asked for at once.
-  if (first_row < present) {
-    constexpr int kAhead = 8;
-    for (int column = static_cast<int>(threadIdx.x) * kColumns; column < most; column += kChoosing * kColumns) {
-      float sums[kRows][kColumns] = {};
-#pragma unroll 1
-      for (int d = 0; d < a.columns; d += kAhead) {
-        float2 key[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i)
-          key[i] = __ldg(reinterpret_cast<const float2*>(keys + static_cast<std::int64_t>(d + i) * c.stride + column));
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const RowMeans<kRows> mean = means[d + i];
-#pragma unroll
-          for (int row = 0; row < kRows; ++row) {
-            sums[row][0] = fmaf(mean.of[row], key[i].x, sums[row][0]);
-            sums[row][1] = fmaf(mean.of[row], key[i].y, sums[row][1]);
-          }
-        }
-      }
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const auto rank = [&](int i) {
-          return column + i >= candidates_of(row) || column + i == first_row + row ? 0 : rank_of(sums[row][i]);
-        };
-        *reinterpret_cast<uint2*>(ranks + row * c.stride + column) = make_uint2(rank(0), rank(1));
-        // Vectors of ranks are read whole.
-        if (column % kFour == 0 && column + kColumns >= most)
-          *reinterpret_cast<uint2*>(ranks + row * c.stride + column + kColumns) = make_uint2(0, 0);
-      }
-    }
-  }
-  __syncthreads();
-
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  for (int row = static_cast<int>(threadIdx.x) / kLanes; row < rows; row += kChoosing / kLanes) {
-    const int diagonal = first_row + row, candidates = candidates_of(row);
-    // Beside the diagonal.
-    const int kept = candidates == 0 ? 0 : max(1, static_cast<int>(floor(c.density * candidates + 0.5))) - 1;
-    const std::uint32_t* const own = ranks + row * c.stride;
-    const auto for_each_four = [&](const auto& use) {
-      for (int column = lane * kFour; column < candidates; column += kLanes * kFour)
-        use(*reinterpret_cast<const uint4*>(own + column));
-    };
-    const auto count_from = [&](std::uint32_t least) {
-      int count = 0;
-      for_each_four(
-          [&](uint4 four) { count += (four.x >= least) + (four.y >= least) + (four.z >= least) + (four.w >= least); });
-      return __reduce_add_sync(~0u, count);
-    };
-    // The largest rank that `kept` columns reach: between the highest of all and what as many lanes have at least one
-    // of, so the bits that these two share need no search.
-    std::uint32_t least = ~0u;
-    if (kept > 0) {
-      std::uint32_t top = 0;
-      for_each_four([&](uint4 four) { top = max(top, max(max(four.x, four.y), max(four.z, four.w))); });
-      const std::uint32_t highest = __reduce_max_sync(~0u, top);
-      least = 0;
-      for (int bit = 31; bit >= 0 && kept <= kLanes; --bit) {
-        const std::uint32_t higher = least | 1u << bit;
-        if (__popc(__ballot_sync(~0u, top >= higher)) >= kept) least = higher;
-      }
-      int bit = 31 - __clz(static_cast<int>(least ^ highest));
-      if (bit >= 0) least &= ~((2u << bit) - 1);
-      for (; bit >= 0; --bit) {
-        const std::uint32_t higher = least | 1u << bit;
-        const int count = count_from(higher);
-        if (count >= kept) least = higher;
-        if (count == kept) break;
-      }
-    }
-    int ties = least == ~0u ? 0 : kept - count_from(least + 1);  // of that rank, lower columns first
-    std::uint32_t* const target = c.bits + (static_cast<std::int64_t>(mask_head) * c.blocks + diagonal) * c.words;
-    std::uint32_t mine = 0;
-    for (int word = 0; word < c.words; ++word) {
-      const int column = word * kLanes + lane;
-      const bool candidate = column < candidates && column != diagonal;
-      const std::uint32_t rank = candidate ? own[column] : 0;
-      const unsigned equal = __ballot_sync(~0u, candidate && rank == least);
-      const bool stays = (candidate && rank > least) ||
-                         (candidate && rank == least && __popc(equal & ((1u << lane) - 1)) < ties) ||
-                         (column < candidates && column == diagonal);
-      const unsigned chosen = __ballot_sync(~0u, stays);
-      ties -= min(ties, __popc(equal));
-      if (word % kLanes == lane) mine = chosen;
-      if ((word + 1) % kLanes == 0 || word + 1 == c.words) {
-        const int at = word / kLanes * kLanes + lane;
-        if (at <= word) target[at] = mine;
-      }
-    }
-  }
+  for (int j = 0; j < 8; ++j) sum[j] /= static_cast<float>(count);
+  *reinterpret_cast<float4*>(target) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  *reinterpret_cast<float4*>(target + 4) = make_float4(sum[4], sum[5], sum[6], sum[7]);
 }
 
 struct ListJob {
@@ -261,53 +121,135 @@ struct ListJob {
   int* extra;                // [mask head]: places taken beyond one per tile
   int place_count, group, groups, repeats, most;
   int kept;  // entries of the longest block row; block rows have their room in order
+  int rows;  // that a thread block chooses for
   bool by_keys;
 };
 
-/// One warp per tile, or per tiles that share a list.
+/// Lists of the tile of blocks first .. by rows. Row i of its bits is at rows + i * stride; lanes have a word each.
+__device__ void list_rows(const Launch& a, const ListJob& job, const std::uint32_t* rows, int stride, int mask_head,
+                          int first) {
+  const Choice& c = job.c;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, own_blocks = min(job.group, c.blocks - first);
+  std::uint32_t any, full;
+  const auto read = [&](int word) {  // blocks that some block row of the tile meets, and those that need no mask
+    any = 0, full = ~0u;
+    for (int i = 0; i < own_blocks && word < c.words; ++i) {
+      any |= rows[i * stride + word];
+      full &= rows[i * stride + word];
+    }
+    if (a.causal && word >= first / 32) full &= word == first / 32 ? (1u << first % 32) - 1 : 0;
+    full &= any;
+  };
+  const int words = a.causal ? (first + own_blocks - 1) / 32 + 1 : c.words;
+  int fulls = 0, count = 0;
+  for (int base = 0; base < words; base += kLanes) {
+    read(base + lane);
+    fulls += __popc(full);
+    count += __popc(any);
+  }
+  fulls = __reduce_add_sync(~0u, fulls);
+  count = __reduce_add_sync(~0u, count);
+  const std::int64_t room = (static_cast<std::int64_t>(mask_head) * c.blocks + first) * job.kept;
+  std::int64_t next_full = room, next_partial = room + fulls;
+  for (int base = 0; base < words; base += kLanes) {
+    const int word = base + lane;
+    read(word);
+    const int own = __popc(full) | __popc(any & ~full) << 16;
+    int up_to = own;  // of both kinds, this word's included
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      const int before = __shfl_up_sync(~0u, up_to, offset);
+      if (lane >= offset) up_to += before;
+    }
+    std::int64_t full_place = next_full + ((up_to - own) & 0xFFFF),
+                 partial_place = next_partial + ((up_to - own) >> 16);
+    for (std::uint32_t left = any; left != 0; left &= left - 1) {
+      const int bit = __ffs(static_cast<int>(left)) - 1;
+      const std::int64_t place = full >> bit & 1 ? full_place++ : partial_place++;
+      job.blocks[place] = word * 32 + bit;
+      if (job.group == 1) continue;
+      unsigned found = 0;
+      for (int i = 0; i < own_blocks; ++i) found |= (rows[i * stride + word] >> bit & 1u) << i;
+      job.block_bits[place] = static_cast<std::uint16_t>(found);
+    }
+    const int all = __shfl_sync(~0u, up_to, kLanes - 1);
+    next_full += all & 0xFFFF;
+    next_partial += all >> 16;
+  }
+  const int tile = first / job.group * job.repeats;
+  if (lane < job.repeats)
+    job.places[static_cast<std::int64_t>(mask_head) * job.place_count + tile + lane] = {room, fulls, count,
+                                                                                        tile + lane};
+}
+
+/// The best columns of a few block rows of one mask head as bits, and their lists if the job has any.
+template <int kTiles>
+__global__ void __launch_bounds__(kTiles* kThreads) choose_rows(const __grid_constant__ Launch a, ListJob job) {
+  extern __shared__ __align__(16) std::uint32_t ranks[];  // [row][stride], then means of queries, then columns of warps
+  const Choice& c = job.c;
+  auto* const queries = reinterpret_cast<uint4*>(ranks + job.rows * c.stride);
+  const QuerySlots layout(job.rows, a.columns);
+  const int warp = warp_of_block();
+  int* const few = reinterpret_cast<int*>(queries + 2 * layout.parts) + warp * kLanes;
+  const int head = static_cast<int>(blockIdx.y), entry = static_cast<int>(blockIdx.z);
+  if (!a.branches[c.branch].owns(head)) return;
+  const int length = a.length(entry), mask_head = entry * a.heads + head;
+  const unsigned index = a.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // long rows first
+  const int first_row = static_cast<int>(index) * job.rows;
+  const RowsToChoose of{first_row, min(job.rows, c.blocks - first_row), length == 0 ? 0 : ((length - 1) >> c.shift) + 1,
+                        a.causal};
+  const std::int64_t first_query = static_cast<std::int64_t>(mask_head) * c.blocks + first_row;
+  const float* const means = c.query_means + first_query * a.columns;
+  for (int i = static_cast<int>(threadIdx.x); i < layout.parts; i += kTiles * kThreads) {
+    const int slot = i % layout.slots, step = i / layout.slots % layout.steps;
+    const int row = i / layout.slots / layout.steps * kTileRows + slot / 4;
+    const int column = step / 2 * kTileDepth + slot % 4 * 4 + step % 2 * 2;
+    const auto pair = [&](int of_row) {
+      return of_row < of.rows && column < a.columns
+                 ? *reinterpret_cast<const uint2*>(means + of_row * a.columns + column)
+                 : make_uint2(0, 0);
+    };
+    const uint2 upper = pair(row), lower = pair(row + 8);
+    queries[i] = make_uint4(high_part(upper.x), high_part(lower.x), high_part(upper.y), high_part(lower.y));
+    queries[i + layout.parts] = make_uint4(low_part(upper.x), low_part(lower.x), low_part(upper.y), low_part(lower.y));
+  }
+  __syncthreads();
+  const std::int64_t kv_head = static_cast<std::int64_t>(entry) * a.kv_heads + head / (a.heads / a.kv_heads);
+  rank_columns<kTiles>(of, queries, layout, means, c.key_means + kv_head * c.blocks * a.columns, a.columns, job.rows,
+                       c.stride, ranks);
+  __syncthreads();
+  for (int row = warp; row < of.rows; row += kTiles * kWarps) {
+    const int candidates = of.candidates(row);
+    const int kept = candidates == 0 ? 0 : max(1, static_cast<int>(floor(c.density * candidates + 0.5))) - 1;
+    choose_row(ranks + row * c.stride, candidates, kept, first_row + row, c.words, few,
+               c.bits + (first_query + row) * c.words);
+  }
+  if (job.groups == 0) return;
+  __syncthreads();
+  for (int row = warp * job.group; row < of.rows; row += kTiles * kWarps * job.group)
+    list_rows(a, job, ranks + row * c.stride, c.stride, mask_head, first_row + row);
+}
+
+/// One warp per tile, or per tiles that share a list, of bits that are chosen.
 __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ Launch a, ListJob job) {
   const Choice& c = job.c;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int index = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kLanes;
+  const int index = static_cast<int>(blockIdx.x) * kWarps + warp_of_block();
   const int head = static_cast<int>(blockIdx.y), entry = static_cast<int>(blockIdx.z);
   if (index >= job.groups || !a.branches[c.branch].owns(head)) return;
   const int mask_head = entry * a.heads + head, first = index * job.group,
             own_blocks = min(job.group, c.blocks - first);
-  const unsigned all = (1u << own_blocks) - 1;
   const std::uint32_t* const bits = c.bits + static_cast<std::int64_t>(mask_head) * c.blocks * c.words;
-  // Which of the tile's blocks meet block `other`.
-  const auto meets = [&](int other) -> unsigned {
-    if (other >= c.blocks) return 0;
-    if (job.by_keys) return bits[static_cast<std::int64_t>(other) * c.words + first / 32] >> (first % 32) & all;
-    unsigned found = 0;
-    for (int i = 0; i < own_blocks; ++i)
-      found |= (bits[static_cast<std::int64_t>(first + i) * c.words + other / 32] >> (other % 32) & 1u) << i;
-    return found;
-  };
-  const auto is_full = [&](int other, unsigned found) {
-    return found == all && (!a.causal || (job.by_keys ? other >= first + own_blocks : other < first));
-  };
-  const int begin = a.causal && job.by_keys ? first / kLanes : 0;
-  const int end = (a.causal && !job.by_keys ? first + own_blocks - 1 : c.blocks - 1) / kLanes + 1;
-  // Blocks in ascending order, as many as lanes at a time; rows of bits are looked through by words, most of which are
-  // empty.
+  if (!job.by_keys)
+    return list_rows(a, job, bits + static_cast<std::int64_t>(first) * c.words, c.words, mask_head, first);
+  const unsigned all = (1u << own_blocks) - 1;
+  // Block rows in ascending order, as many as lanes at a time, and which of the tile's blocks each meets.
   const auto for_each = [&](const auto& use) {
-    for (int words = begin; words < end; words += kLanes) {
-      unsigned left = ~0u;
-      if (!job.by_keys) {
-        std::uint32_t any = 0;
-        for (int i = 0; i < own_blocks && words + lane < c.words; ++i)
-          any |= bits[static_cast<std::int64_t>(first + i) * c.words + words + lane];
-        left = __ballot_sync(~0u, any != 0);
-      }
-      for (; left != 0; left &= left - 1) {
-        const int word = words + __ffs(static_cast<int>(left)) - 1;
-        if (word >= end) break;
-        const int other = word * kLanes + lane;
-        const unsigned found = meets(other);
-        const unsigned fulls = __ballot_sync(~0u, is_full(other, found));
-        use(other, found, fulls, __ballot_sync(~0u, found != 0) & ~fulls);
-      }
+    for (int base = a.causal ? first / kLanes * kLanes : 0; base < c.blocks; base += kLanes) {
+      const int other = base + lane;
+      const unsigned found =
+          other < c.blocks ? bits[static_cast<std::int64_t>(other) * c.words + first / 32] >> (first % 32) & all : 0;
+      const unsigned fulls = __ballot_sync(~0u, found == all && (!a.causal || other >= first + own_blocks));
+      use(other, found, fulls, __ballot_sync(~0u, found != 0) & ~fulls);
     }
   };
   int full = 0, partial = 0;
@@ -315,11 +257,9 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ L
     full += __popc(fulls);
     partial += __popc(partials);
   });
-  unsigned long long room = (static_cast<unsigned long long>(mask_head) * c.blocks + first) * job.kept;
-  if (job.by_keys) {
-    if (lane == 0) room = atomicAdd(job.room, static_cast<unsigned long long>(full + partial));
-    room = __shfl_sync(~0u, room, 0);
-  }
+  unsigned long long room = 0;
+  if (lane == 0) room = atomicAdd(job.room, static_cast<unsigned long long>(full + partial));
+  room = __shfl_sync(~0u, room, 0);
   unsigned long long next_full = room, next_partial = room + static_cast<unsigned long long>(full);
   for_each([&](int other, unsigned found, unsigned fulls, unsigned partials) {
     const unsigned before = (1u << lane) - 1;
@@ -346,20 +286,81 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ L
   }
 }
 
-Choice choice_of(const AdaptiveShape& shape, int branch, std::byte* workspace) {
+Choice choice_of(const AdaptiveCall& call) {
+  const AdaptiveShape& shape = call.shape;
   const AdaptivePlaces places(shape);
   return {shape.density,
-          branch,
+          call.branch,
           shape.blocks,
           shape.stride(),
           std::countr_zero(static_cast<unsigned>(shape.block_size)),
           shape.words(),
-          reinterpret_cast<float*>(workspace + places.query_means),
-          reinterpret_cast<float*>(workspace + places.key_means),
-          reinterpret_cast<std::uint32_t*>(workspace + places.bits)};
+          reinterpret_cast<float*>(call.workspace + places.query_means),
+          reinterpret_cast<float*>(call.workspace + places.key_means),
+          reinterpret_cast<std::uint32_t*>(call.workspace + places.bits)};
 }
 
-int row_bytes(int rows, int stride, int columns) { return rows * (stride + columns) * static_cast<int>(sizeof(float)); }
+ListJob job_of(const AdaptiveCall& call, const ListShape& of) {
+  const AdaptiveShape& shape = call.shape;
+  const AdaptivePlaces places(shape);
+  ListJob job;
+  job.c = choice_of(call);
+  job.places = reinterpret_cast<BlockPlace*>(call.workspace + places.places);
+  job.blocks = reinterpret_cast<std::int32_t*>(call.workspace + places.blocks);
+  job.block_bits = reinterpret_cast<std::uint16_t*>(call.workspace + places.block_bits);
+  job.room = reinterpret_cast<unsigned long long*>(call.workspace + places.cursors);
+  job.extra = reinterpret_cast<int*>(job.room + 1);
+  job.group = std::max(1, of.tile_rows / shape.block_size);
+  job.repeats = std::max(1, shape.block_size / of.tile_rows);
+  job.groups = (shape.blocks + job.group - 1) / job.group;
+  job.kept = shape.kept;
+  job.rows = 0;
+  job.by_keys = of.by_keys;
+  const int tiles = job.groups * job.repeats;
+  const std::int64_t entries = static_cast<std::int64_t>(shape.blocks) * shape.kept;
+  job.most =
+      of.splits ? static_cast<int>(longest_list(entries, job.groups, shape.block_size)) : std::max(1, shape.blocks);
+  job.place_count = of.splits ? tiles * 3 / 2 + 1 : tiles;
+  return job;
+}
+
+/// Shared memory of a thread block that chooses for `rows` block rows.
+int choosing_bytes(int rows, int tiles, int stride, int columns) {
+  return QuerySlots(rows, columns).bytes() + (rows * stride + tiles * kThreads) * static_cast<int>(sizeof(float));
+}
+
+/// Chooses the blocks into the bits of the workspace, and makes their lists where these go by block rows that one
+/// thread block chooses for: then `listed`.
+cudaError_t choose(const AdaptiveCall& call, ListJob job, bool& listed) {
+  const Launch& all = call.all;
+  const AdaptiveShape& shape = call.shape;
+  const int lanes = all.columns <= 64 ? 8 : all.columns <= 128 ? 16 : 32;
+  const dim3 means(static_cast<unsigned>((shape.blocks * (all.heads + all.kv_heads) + kWarps - 1) / kWarps), 1,
+                   static_cast<unsigned>(all.batch));
+  const bool plain = all.aligned && !all.key_mask && all.piece_count == 0;
+  const cudaError_t error = with_storage(call.dtype, [&]<class T>() {
+    return launch(plain ? &block_means<T, true> : &block_means<T, false>, means, kThreads, 0, 0, call.stream, all,
+                  job.c, lanes);
+  });
+  if (error != cudaSuccess) return error;
+  const auto bytes = [&](int rows, int tiles) { return choosing_bytes(rows, tiles, shape.stride(), all.columns); };
+  const auto run = [&]<int kTiles>(int rows) {
+    listed = !job.by_keys && job.group <= rows;
+    job.rows = rows;
+    if (!listed) job.groups = 0;
+    const dim3 grid(static_cast<unsigned>((shape.blocks + rows - 1) / rows), static_cast<unsigned>(all.heads),
+                    static_cast<unsigned>(all.batch));
+    return launch(&choose_rows<kTiles>, grid, kTiles * kThreads, bytes(rows, kTiles), call.shared_bytes, call.stream,
+                  all, job);
+  };
+  const std::int64_t rows = static_cast<std::int64_t>(shape.blocks) * shape.mask_heads;
+  if (rows >= kManyBlocks * 2 * kTileRows && bytes(2 * kTileRows, 2) <= call.shared_bytes)
+    return run.operator()<2>(2 * kTileRows);
+  for (const int fewer : {kTileRows, kFewRows}) {
+    if (bytes(fewer, 1) <= call.shared_bytes) return run.operator()<1>(fewer);
+  }
+  return run.operator()<1>(1);
+}
 
 }  // namespace
 
@@ -383,7 +384,7 @@ AdaptivePlaces::AdaptivePlaces(const AdaptiveShape& shape) {
   };
   const std::int64_t heads = shape.mask_heads, blocks = shape.blocks;
   take(query_means, heads * blocks * shape.columns * 4);
-  take(key_means, static_cast<std::int64_t>(shape.kv_heads) * shape.stride() * shape.columns * 4);
+  take(key_means, static_cast<std::int64_t>(shape.kv_heads) * blocks * shape.columns * 4);
   take(bits, heads * blocks * shape.words() * 4);
   take(cursors, 8 + heads * 4);
   // One place per tile of at least 64 rows, or per block, and half as many again for what is split.
@@ -394,67 +395,33 @@ AdaptivePlaces::AdaptivePlaces(const AdaptiveShape& shape) {
 }
 
 int most_adaptive_blocks(int shared_bytes, int columns) {
-  return (shared_bytes / static_cast<int>(sizeof(float)) - columns) / kFour * kFour;
+  const int floats = (shared_bytes - choosing_bytes(1, 1, 0, columns)) / static_cast<int>(sizeof(float));
+  return (floats - AdaptiveShape::kPadding) / kLanes * kLanes;
 }
 
-cudaError_t choose_adaptive(const Launch& all, const AdaptiveShape& shape, int branch, DType dtype, int shared_bytes,
-                            std::byte* workspace, cudaStream_t stream) {
-  if (shape.blocks == 0) return cudaSuccess;
-  const Choice choice = choice_of(shape, branch, workspace);
-  const int lanes = all.columns <= 64 ? 8 : all.columns <= 128 ? 16 : 32;
-  const auto heads = static_cast<unsigned>(all.heads), batch = static_cast<unsigned>(all.batch);
-  const dim3 means(static_cast<unsigned>((shape.blocks * (all.heads + all.kv_heads) + kWarps - 1) / kWarps), 1, batch);
-  const cudaError_t error = with_storage(
-      dtype, [&]<class T>() { return launch(&block_means<T>, means, kThreads, 0, 0, stream, all, choice, lanes); });
-  if (error != cudaSuccess) return error;
-  const auto fits = [&](int rows, int bytes) { return row_bytes(rows, shape.stride(), all.columns) <= bytes; };
-  const auto run = [&]<int kRows>() {
-    const dim3 grid(static_cast<unsigned>((shape.blocks + kRows - 1) / kRows), heads, batch);
-    const int bytes = row_bytes(kRows, shape.stride(), all.columns);
-    return launch(&choose_rows<kRows>, grid, kChoosing, bytes, shared_bytes, stream, all, choice);
-  };
-  if (fits(kMostRows, shared_bytes)) return run.operator()<kMostRows>();
-  return fits(kFewRows, shared_bytes) ? run.operator()<kFewRows>() : run.operator()<1>();
-}
-
-cudaError_t adaptive_lists(const Launch& all, const AdaptiveShape& shape, int branch, const ListShape& of,
-                           std::byte* workspace, cudaStream_t stream, BlockLists& lists) {
-  const AdaptivePlaces places(shape);
-  ListJob job;
-  job.c = choice_of(shape, branch, workspace);
-  job.places = reinterpret_cast<BlockPlace*>(workspace + places.places);
-  job.blocks = reinterpret_cast<std::int32_t*>(workspace + places.blocks);
-  job.block_bits = reinterpret_cast<std::uint16_t*>(workspace + places.block_bits);
-  job.room = reinterpret_cast<unsigned long long*>(workspace + places.cursors);
-  job.extra = reinterpret_cast<int*>(job.room + 1);
-  job.group = std::max(1, of.tile_rows / shape.block_size);
-  job.repeats = std::max(1, shape.block_size / of.tile_rows);
-  job.groups = (shape.blocks + job.group - 1) / job.group;
-  job.kept = shape.kept;
-  job.by_keys = of.by_keys;
-  const int tiles = job.groups * job.repeats;
-  const std::int64_t entries = static_cast<std::int64_t>(shape.blocks) * shape.kept;
-  job.most =
-      of.splits ? static_cast<int>(longest_list(entries, job.groups, shape.block_size)) : std::max(1, shape.blocks);
-  job.place_count = of.splits ? tiles * 3 / 2 + 1 : tiles;
+cudaError_t adaptive_lists(const AdaptiveCall& call, const ListShape& of, bool chosen, BlockLists& lists) {
+  const ListJob job = job_of(call, of);
   lists = {};
   lists.places = job.places;
   lists.blocks = job.blocks;
   lists.bits = job.group > 1 ? job.block_bits : nullptr;
   lists.head_places = lists.place_count = job.place_count;
-  lists.entry_places = job.place_count * all.heads;
+  lists.entry_places = job.place_count * call.all.heads;
   lists.shift = static_cast<std::uint8_t>(job.c.shift);
   lists.tile_shift = static_cast<std::uint8_t>(std::countr_zero(static_cast<unsigned>(of.tile_rows)));
-  const std::size_t heads = static_cast<std::size_t>(shape.mask_heads);
+  const std::size_t heads = static_cast<std::size_t>(call.shape.mask_heads);
+  bool listed = job.groups == 0;
   cudaError_t error = cudaSuccess;
-  if (of.by_keys) error = cudaMemsetAsync(job.room, 0, sizeof(*job.room) + heads * sizeof(int), stream);
+  if (!chosen && !listed) error = choose(call, job, listed);
+  if (of.by_keys && error == cudaSuccess)
+    error = cudaMemsetAsync(job.room, 0, sizeof(*job.room) + heads * sizeof(int), call.stream);
   if (of.splits && error == cudaSuccess)  // no place is an item yet
     error = cudaMemsetAsync(job.places, 0xFF, heads * static_cast<std::size_t>(job.place_count) * sizeof(BlockPlace),
-                            stream);
-  if (error != cudaSuccess || job.groups == 0) return error;
-  const dim3 grid(static_cast<unsigned>((job.groups + kWarps - 1) / kWarps), static_cast<unsigned>(all.heads),
-                  static_cast<unsigned>(all.batch));
-  return launch(&list_tiles, grid, kThreads, 0, 0, stream, all, job);
+                            call.stream);
+  if (error != cudaSuccess || listed) return error;
+  const dim3 grid(static_cast<unsigned>((job.groups + kWarps - 1) / kWarps), static_cast<unsigned>(call.all.heads),
+                  static_cast<unsigned>(call.all.batch));
+  return launch(&list_tiles, grid, kThreads, 0, 0, call.stream, call.all, job);
 }
 
 }  // namespace longspan::cuda

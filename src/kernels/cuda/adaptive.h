@@ -15,8 +15,9 @@ struct AdaptiveShape {
   double density;
   int block_size, blocks, kept;  // kept: of the longest row
   int mask_heads, kv_heads, columns;
-  int words() const { return (blocks + 31) / 32; }     // of a row of bits
-  int stride() const { return (blocks + 3) / 4 * 4; }  // of a row of scores: whole vectors
+  static constexpr int kPadding = 8;                      // eight rows of scores side by side lie in different banks
+  int words() const { return (blocks + 31) / 32; }        // of a row of bits
+  int stride() const { return words() * 32 + kPadding; }  // of a row of scores
   std::int64_t entries() const { return static_cast<std::int64_t>(mask_heads) * blocks * kept; }
 };
 AdaptiveShape adaptive_shape(const Plan& plan, const BranchPlan& branch);
@@ -30,11 +31,18 @@ struct AdaptivePlaces {
 /// Most blocks that a row can be chosen from in the shared memory of a GPU.
 int most_adaptive_blocks(int shared_bytes, int columns);
 
-/// Chooses the blocks of a branch into the bits of its workspace. `all` holds every query range of the call.
-cudaError_t choose_adaptive(const Launch& all, const AdaptiveShape& shape, int branch, DType dtype, int shared_bytes,
-                            std::byte* workspace, cudaStream_t stream);
-/// The lists of those bits for a launch.
-cudaError_t adaptive_lists(const Launch& all, const AdaptiveShape& shape, int branch, const ListShape& of,
-                           std::byte* workspace, cudaStream_t stream, BlockLists& lists);
+/// What choosing the blocks of a branch takes. `all` holds every query range of the call.
+struct AdaptiveCall {
+  const Launch& all;
+  AdaptiveShape shape;
+  int branch;
+  DType dtype;
+  int shared_bytes;  // most that one thread block may use
+  std::byte* workspace;
+  cudaStream_t stream;
+};
+/// Chooses the blocks of a branch into the bits of its workspace, unless an earlier launch of the call has chosen them,
+/// and makes their lists for a launch.
+cudaError_t adaptive_lists(const AdaptiveCall& call, const ListShape& of, bool chosen, BlockLists& lists);
 
 }  // namespace longspan::cuda

@@ -262,6 +262,7 @@ void add_lists(Launch& launch, const Arguments& a, const Workspace& space, Tilin
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "asking whether the stream is being captured");
   std::byte* adaptive = a.workspace + space.adaptive;
+  const int shared_bytes = devices()[static_cast<std::size_t>(device)].shared_bytes;
   for (std::size_t b = 0; b < branches.size(); ++b) {
     const BranchPlan& branch = branches[b];
     if (!branch.mask) continue;
@@ -270,13 +271,9 @@ void add_lists(Launch& launch, const Arguments& a, const Workspace& space, Tilin
     if (branch.adaptive_density > 0) {
       const AdaptiveShape chosen = adaptive_shape(plan, branch);
       const Launch all = with_all_ranges(launch, plan, a.ranges);
-      const int index = static_cast<int>(b);
-      if (!tiling.masks_chosen)
-        check(choose_adaptive(all, chosen, index, plan.problem().dtype,
-                              devices()[static_cast<std::size_t>(device)].shared_bytes, adaptive, stream),
-              "starting the kernels that choose blocks");
-      check(adaptive_lists(all, chosen, index, shape, adaptive, stream, launch.lists[b]),
-            "starting the kernel that makes block lists");
+      const AdaptiveCall call{all, chosen, static_cast<int>(b), plan.problem().dtype, shared_bytes, adaptive, stream};
+      check(adaptive_lists(call, shape, tiling.masks_chosen, launch.lists[b]),
+            "starting the kernels that choose blocks and list them");
       adaptive += AdaptivePlaces(chosen).total;
       continue;
     }

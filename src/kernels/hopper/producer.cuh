@@ -378,6 +378,48 @@ struct Producer {
     }
     load_values();
   }
+  /// Where K and V have a warp each, neither waits until a stage of the other is free. Where rows lie is kept in
+  /// registers, since shared memory is read anew after every load. The task is not read after its last load: from then
+  /// on consumers may give it back.
+  __device__ __forceinline__ void load_listed_keys() const {
+    Ring<S::kStages> k{0, 1};
+    Ring<S::kQuerySlots> q{0, 1};
+    Ring<kTaskSlots> ready;
+    const ListTask* next = load_listed_queries(ready, q);
+    while (next) {
+      const Task place = *next;
+      const int early = min(S::kStages, place.tiles - 1);
+      ListCursor<S> at(*next);
+#pragma unroll 1
+      for (int tile = 0; tile < place.tiles; ++tile) {
+        const int first_key = at.first_key(), note = at.note(a.base.causal);
+        at.advance();
+        wait(memory.key_free(k.stage), k.parity);
+        notes[k.stage] = note;
+        load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), place, first_key);
+        k.advance();
+        if (tile == early) next = load_listed_queries(ready, q);
+      }
+    }
+  }
+  __device__ __forceinline__ void load_listed_values() const {
+    Ring<S::kStages> v{0, 1};
+    Ring<kTaskSlots> ready;
+    for (;; ready.advance()) {
+      wait(memory.task_full(ready.stage), ready.parity);
+      const Task place = tasks[ready.stage][0];
+      if (place.tiles < 0) return;
+      ListCursor<S> at(tasks[ready.stage][0]);
+#pragma unroll 1
+      for (int tile = 0; tile < place.tiles; ++tile) {
+        const int first_key = at.first_key();
+        at.advance();
+        wait(memory.value_free(v.stage), v.parity);
+        load_keys(a.v, memory.values(v.stage), memory.value_full(v.stage), place, first_key);
+        v.advance();
+      }
+    }
+  }
 
   /// Zeros to the phases that no strand has, by boxes; few at a time, since loads share the copy engine.
   __device__ __forceinline__ void fill_boxes() const {
@@ -440,10 +482,12 @@ struct Producer {
 
   /// One warp of a stream's.
   __device__ __forceinline__ void run(int warp) const {
-    constexpr unsigned kFirstFill = S::kMerges ? 3 : 2, kFillWarps = 4 - kFirstFill;
+    constexpr unsigned kFirstFill = S::kMerges || S::kSplitsLoads ? 3 : 2, kFillWarps = 4 - kFirstFill;
     const int lane = threadIdx.x % kWarpThreads;
     if (warp == 0) {
-      if constexpr (S::kLists) {
+      if constexpr (S::kSplitsLoads) {
+        if (lane == 0) load_listed_keys();
+      } else if constexpr (S::kLists) {
         if (lane == 0) load_lists();
       } else {
         if (lane == 0) load();
@@ -451,6 +495,10 @@ struct Producer {
     } else if (warp == 1) {
       schedule(lane);
       if constexpr (S::kStreams > 1) fill_rows(worker(), workers());  // no warp is left for it
+    } else if (S::kSplitsLoads && warp == 2) {
+      if constexpr (S::kSplitsLoads) {
+        if (lane == 0) load_listed_values();
+      }
     } else if (S::kMerges && warp == 2) {
       if constexpr (S::kMerges) bring_state(lane);
     } else if (S::kHasZeros && a.fill_boxes) {

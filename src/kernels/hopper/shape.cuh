@@ -26,6 +26,8 @@ struct Shape {
   static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
   static constexpr int kStreams = kStreamsValue, kAllGroups = kGroups * kStreams;
   static constexpr bool kLists = kListsValue, kPasses = kPassesValue;
+  // Lists: a warp loads Q and K, another V, where streams leave one; what they keep takes registers from the consumers.
+  static constexpr bool kSplitsLoads = kLists && kStreams == 1;
   static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kAllGroups + 1);
   static constexpr int kQuerySlots = kGroups == 4 && !kMerges ? 3 : 2;  // short strands need Q early
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
@@ -34,8 +36,8 @@ struct Shape {
   static constexpr std::uint32_t kQueryBytes = kGroupBytes * kGroups;
   static constexpr std::uint32_t kKeyBlock = kKeys * 128, kKeyBytes = kKeyBlock * kBlocks;
   // After setmaxnreg the groups together may hold what they were launched with: 65536 / kThreads, in steps of 8.
-  static constexpr int kConsumerRegisters = kAllGroups == 4 ? 112 : kAllGroups == 3 ? 160 : 232;
-  static constexpr int kProducerRegisters = kAllGroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kAllGroups == 4 ? 112 : kAllGroups == 3 ? 160 : kSplitsLoads ? 224 : 232;
+  static constexpr int kProducerRegisters = kSplitsLoads ? 56 : kAllGroups == 2 ? 40 : 32;
   static_assert(kAllGroups * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * (kAllGroups + 1));
   // Tiles that a group hands on without need before its own; whether it may still hold a stage of V meanwhile.
   static constexpr int kMostSkipped = ((kGroups - 1) * kGroupRows + kKeys - 1) / kKeys;

@@ -110,7 +110,8 @@ def prepare(
     if variant.mode == CAPTURED:
         graph, loss = captured(run, model.zero_grad)  # gradients of a graph are its own memory
 
-        def replay() -> Tensor:
+        def replay(kept: object = run) -> Tensor:
+            """`kept` holds the model, with whose compiled code the graph's kernels would be unloaded."""
             graph.replay()
             return loss
 

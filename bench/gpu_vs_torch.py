@@ -386,10 +386,15 @@ def measure_blocks(row: Row, quick: bool, kernel: str) -> dict[str, object]:
     problem = dict(tokens=row.tokens, heads=row.heads, head_dim=row.head_dim, dtype="bf16", device="cuda")
     plan = longspan.plan(pattern, options=options, **problem)
     engine = engine_steps(plan, longspan.Attention(pattern, options), inputs)
-    dense_tokens = 16384
-    dense = Row("dense", dense_tokens, 16, row.head_dim, (dense_tokens,), (1,))
-    dense_inputs = dense.inputs()
-    dense_engine = engine_steps(dense.plan(kernel), longspan.Attention(longspan.dense(), options), dense_inputs)
+    # Dense attention where it is fastest, and over the same tokens and heads.
+    dense = {
+        name: Row(name, tokens, heads, row.head_dim, (tokens,), (1,))
+        for name, tokens, heads in (("dense", 16384, 16), ("dense_same", row.tokens, row.heads))
+    }
+    dense_engine = {
+        name: engine_steps(one.plan(kernel), longspan.Attention(longspan.dense(), options), one.inputs())
+        for name, one in dense.items()
+    }
     ours = steps(lambda *qkv: lt.attention(*qkv, pattern, kernel=kernel), inputs)
     theirs = steps(lambda *qkv: flex(*qkv, block_mask=kept), flipped)
     difference = (ours["forward"]() - theirs["forward"]().transpose(1, 2)).abs().max().item()
@@ -399,20 +404,22 @@ def measure_blocks(row: Row, quick: bool, kernel: str) -> dict[str, object]:
         "kernels": {step: plan.kernel(step) for step in ("forward", "backward")},
         "peers": {step: "compiled FlexAttention" for step in STEPS},
     }  # fmt: skip
-    totals, dense_totals = plan.totals, dense.plan(kernel).totals
+    totals = plan.totals
     for step in STEPS:
         parts = ("forward",) if step == "forward" else ("forward", "backward")
         if not all(plan.kernel(part) for part in parts):
             continue
-        times = take_turns(
-            {"longspan": ours[step], "engine": engine[step], "peer": theirs[step], "dense": dense_engine[step]}, quick
-        )
-        rates = {name: times.pop(name) for name in ("dense",)}
-        add_rates(rates, sum(dense_totals[f"{part}_flops"] for part in parts))
+        bodies = {"longspan": ours[step], "engine": engine[step], "peer": theirs[step]}
+        times = take_turns({**bodies, **{name: one[step] for name, one in dense_engine.items()}}, quick)
+        rates = {name: times.pop(name) for name in dense}
+        for name, taken in rates.items():
+            flops = dense[name].plan(kernel).totals
+            add_rates({name: taken}, sum(flops[f"{part}_flops"] for part in parts))
         add_rates(times, sum(totals[f"{part}_flops"] for part in parts))
         add_ratios(times, {"": "peer"})
         for kind in KINDS:
-            times[f"{kind}_of_dense"] = times["engine"][f"{kind}_tflops"] / rates["dense"][f"{kind}_tflops"]
+            for name in dense:
+                times[f"{kind}_of_{name}"] = times["engine"][f"{kind}_tflops"] / rates[name][f"{kind}_tflops"]
         result[step] = {**times, **rates}
     try:
         with torch.no_grad():
@@ -501,7 +508,8 @@ def headline(result: dict) -> str:
         line += "".join(f" {times[name]['burst_ms']:8.3f}" for name in ("longspan", "engine", "peer"))
         line += f" {times['engine']['burst_tflops']:5.0f}  " + " ".join(f"{ratio:5.2f}" for ratio in ratios) + " "
     if "adaptive" in result:
-        line += " of dense" + "".join(f" {result[step]['burst_of_dense']:.2f}" for step in measured)
+        for name, words in (("dense", "of dense"), ("dense_same", "of dense over the same tokens")):
+            line += f", {words}" + "".join(f" {result[step][f'burst_of_{name}']:.2f}" for step in measured)
         line += f", adaptive choice {result.get('adaptive_choice_of_forward', result['adaptive'])}"
     line += f" {worst:5.2f}  {result['kernels']['forward']}, {result['peers']['forward']}"
     for ending in ("_than_eager", "_than_compiled"):

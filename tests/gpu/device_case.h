@@ -19,6 +19,9 @@ inline constexpr Device kGpu{DeviceType::cuda, 0};
 
 inline void expect_success(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
 
+/// Copies and fills return before they are done, and streams that tests make do not wait for them.
+inline void settle() { cudaStreamSynchronize(nullptr); }
+
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
@@ -27,6 +30,7 @@ class DeviceBuffer {
     if (cudaMalloc(&memory, bytes + 256) != cudaSuccess) throw OutOfMemory("a test's tensor");
     data_ = {static_cast<std::byte*>(memory), [](std::byte* pointer) { cudaFree(pointer); }};
     if (fill >= 0) cudaMemset(memory, fill, bytes + 256);
+    settle();
   }
   std::byte* data() const { return data_.get(); }
 
@@ -44,6 +48,7 @@ class DeviceTensor {
       bytes_ += std::max<std::int64_t>(host.sizes[d] - 1, 0) * host.strides[d] * size_of(host.dtype);
     buffer_ = DeviceBuffer(static_cast<std::size_t>(bytes_));
     cudaMemcpy(buffer_.data(), host.data, static_cast<std::size_t>(bytes_), cudaMemcpyHostToDevice);
+    settle();
     view_.data = buffer_.data();
     view_.device = kGpu;
   }
@@ -51,9 +56,13 @@ class DeviceTensor {
   TensorView output() const {
     return {const_cast<void*>(view_.data), view_.dtype, view_.device, view_.sizes, view_.strides};
   }
-  void poison() const { cudaMemset(buffer_.data(), 0xFF, static_cast<std::size_t>(bytes_)); }
+  void poison() const {
+    cudaMemset(buffer_.data(), 0xFF, static_cast<std::size_t>(bytes_));
+    settle();
+  }
   void upload(const Tensor& host) const {
     cudaMemcpy(buffer_.data(), host.view().data, static_cast<std::size_t>(bytes_), cudaMemcpyHostToDevice);
+    settle();
   }
   void download(Tensor& host) const {
     cudaMemcpy(host.view().data, view_.data, static_cast<std::size_t>(bytes_), cudaMemcpyDeviceToHost);

@@ -374,6 +374,7 @@ TEST(GpuEngine, SeedFromTheDevice) {
   by_value.forward(attention, by_value.call());
   const DeviceBuffer seed(8);
   expect_success(cudaMemcpy(seed.data(), &c.seed, 8, cudaMemcpyHostToDevice));
+  settle();
   Call call = by_pointer.call();
   call.dropout_seed = 1;
   call.dropout_seed_pointer = reinterpret_cast<const std::uint64_t*>(seed.data());
@@ -408,6 +409,7 @@ TEST(GpuEngine, GraphsReplayWithNewSeeds) {
     eager.forward(attention, eager.call());
     eager.backward(attention, eager.call());
     expect_success(cudaMemcpy(seed.data(), &value, 8, cudaMemcpyHostToDevice));
+    settle();
     expect_success(cudaGraphLaunch(executable, stream.get()));
     expect_success(cudaStreamSynchronize(stream.get()));
     const Results &want = eager.download(), &got = replayed.download();

@@ -1,6 +1,6 @@
 """The CPU engine against the fastest composition of torch's own operators, in one run.
 
-    python bench/cpu_vs_torch.py [--quick] [--json] [--only TEXT] [--repeats 5] [--compiled] [--threads 2]
+    python bench/cpu_vs_torch.py [--quick] [--json] [--only TEXT [--again]] [--repeats 5] [--compiled] [--threads 2]
 
 Ours and torch take turns on the same tensors. A sample is clean if short bursts of matrix products (and tiles, for bfloat16) right
 before and right after it ran at 90% of the best seen (busy neighbours halve a machine's speed for seconds at a time); where a time
@@ -8,6 +8,7 @@ limit ends before there are enough of them, the samples with the fastest bursts 
 sample lets torch's threads, which spin after a call, go to sleep. Our outputs are allocated beforehand; the allocator is told to
 keep its memory for both sides. Numbers, hardware, commit and command go to bench/results/cpu_*.json.
 --quick: 8,192 tokens only, without scaling and memory. --compiled: torch.compile joins the peers (minutes of compiling).
+--again: after a full run that something disturbed, the cases of --only take the place of its own and say so.
 """
 
 from __future__ import annotations
@@ -218,6 +219,10 @@ def cases(quick: bool) -> list[Case]:
     return listed
 
 
+def place_of(row: dict) -> tuple:
+    return tuple(str(row[key]) for key in ("case", "dtype", "causal", "tokens", "head_dim"))
+
+
 def time_of(tokens: int, heads: int, threads: int, repeats: int, burst: Burst) -> float:
     longspan.set_num_threads(threads)
     q, k, v = (torch.randn(1, tokens, heads, 64) for _ in range(3))
@@ -332,6 +337,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="results on standard output as JSON, the table on standard error")
     parser.add_argument("--only", default="", help="cases whose name, dtype or kernel line contains this text")
+    parser.add_argument("--again", action="store_true", help="with --only: cases take their places in the last full run's file")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=40.0, help="seconds of one case before unclean samples are taken")
     parser.add_argument("--threads", type=int, default=2)
@@ -373,7 +379,12 @@ def main() -> None:
         for row in report["memory"]:
             print(f"{row['case']:9} {row['dtype']:9} {row['tokens']} tokens: workspace {row['workspace_bytes'] / 2**20:.1f} MiB, resident "
                   f"+{row['resident_growth_bytes'] / 2**20:.1f} MiB, bound {row['bound_bytes'] / 2**20:.1f} MiB", file=table)  # fmt: skip
-    if not arguments.only:
+    if arguments.again:
+        full = json.loads((RESULTS / name).read_text())
+        new = {place_of(row): {**row, "again": {"command": header["command"], **header["machine"]}} for row in results}
+        full["results"] = [new.get(place_of(row), row) for row in full["results"]]
+        (RESULTS / name).write_text(json.dumps(full, indent=1) + "\n")
+    elif not arguments.only:
         (RESULTS / name).write_text(json.dumps(report, indent=1) + "\n")
     if arguments.json:
         print(json.dumps(report))

@@ -148,9 +148,10 @@ struct Consumer {
     add = 1;
   }
 
-  /// What the producer says of the tile of keys that is next; read early, since its way to a branch is long.
+  /// What the producer says of the tile of keys that is next; read early, since its way to a branch is long, and by the
+  /// lane that gives the tile's place back.
   __device__ __forceinline__ ListNote read_note() const {
-    if constexpr (S::kLists) return {notes[k.stage]};
+    if constexpr (S::kLists) return {uniform(lane == 0 ? notes[k.stage] : 0)};
     else return {0};
   }
   __device__ __forceinline__ void mask(int first_key, int end) {

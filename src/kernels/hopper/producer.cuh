@@ -111,7 +111,10 @@ struct Producer {
         if (none) task[lane].tiles = -1;
       }
       __syncwarp();
-      if constexpr (S::kLists) bring_entries<S>(task[0], lane);
+      if constexpr (S::kLists) {
+        bring_entries<S>(task[0], lane);
+        __syncwarp();  // lanes have read of the task before the first describes another one there
+      }
       if (none || total > 0) return;
     }
   }

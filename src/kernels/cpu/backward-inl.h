@@ -234,50 +234,40 @@ class BackwardRun {
       query_tile(tile, std::min(size, rows_.size() - tile));
   }
 
-  std::int64_t q_row(std::int64_t row) const {
-    return q_begin_ + (rows_.index(row) - rows_.begin) * task_.strand.stride;
-  }
-  template <class View>
-  auto bytes(const View& view, std::int64_t row) const {
-    using Byte =
-        std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>, const std::byte, std::byte>;
-    return static_cast<Byte*>(view.data) + view.offset(task_.entry, q_row(row), rows_.head(row)) * size_of(view.dtype);
+  template <class Element, class View>
+  RowPlaces<Element> places(const View& view) const {
+    return {view, task_.entry, rows_, q_begin_, task_.strand.stride};
   }
 
-  float row_delta(std::int64_t row) const {
-    float delta = 0;
-    if (shared_.delta.data) {
-      delta = *shared_.delta.at(task_.entry, q_row(row), rows_.head(row));
-    } else {
-      const std::byte* const dout = bytes(shared_.dout, row);
-      const std::byte* const out = bytes(shared_.out, row);
-      const std::int64_t columns = scheme_.head_dim;
-      if (scheme_.dtype == DType::f32)
-        delta = dot_rows(reinterpret_cast<const float*>(dout), reinterpret_cast<const float*>(out), columns);
-      else if (scheme_.dtype == DType::bf16)
-        delta = dot_rows(reinterpret_cast<const BFloat16*>(dout), reinterpret_cast<const BFloat16*>(out), columns);
-      else delta = dot_rows(reinterpret_cast<const Float16*>(dout), reinterpret_cast<const Float16*>(out), columns);
-    }
-    if (shared_.call.dlse.given())
-      delta -= *shared_.call.dlse.template at<float>(task_.entry, q_row(row), rows_.head(row));
-    return delta;
+  float row_delta(const std::byte* dout, const std::byte* out) const {
+    const std::int64_t columns = scheme_.head_dim;
+    if (scheme_.dtype == DType::f32)
+      return dot_rows(reinterpret_cast<const float*>(dout), reinterpret_cast<const float*>(out), columns);
+    if (scheme_.dtype == DType::bf16)
+      return dot_rows(reinterpret_cast<const BFloat16*>(dout), reinterpret_cast<const BFloat16*>(out), columns);
+    return dot_rows(reinterpret_cast<const Float16*>(dout), reinterpret_cast<const Float16*>(out), columns);
   }
 
   void load_queries(std::int64_t tile, std::int64_t count) {
     const std::int64_t packed = std::min(kQueryTile, round_up(count, kPackedRows));
+    const auto q_of = places<const std::byte>(shared_.q), dout_of = places<const std::byte>(shared_.dout),
+               out_of = places<const std::byte>(shared_.out);
+    const auto lse_of = places<const float>(shared_.lse), delta_of = places<const float>(shared_.delta),
+               dlse_of = places<const float>(shared_.call.dlse);
     for (std::int64_t i = 0; i < packed; ++i) {
       const std::byte *q = zero_row(), *dout = zero_row();
       m_.lse[i] = -kMasked;  // rows that are not there, or saw no key, have weight 0 everywhere
       m_.delta[i] = 0.0f;
       m_.limits[i] = 0;
       if (i < count) {
-        const float lse = *shared_.lse.template at<float>(task_.entry, q_row(tile + i), rows_.head(tile + i));
+        const float lse = *lse_of(tile + i);
         m_.limits[i] = shared_.causal ? rows_.index(tile + i) + 1 : task_.strand.count;
         if (lse != -kInfinity) {
-          q = bytes(shared_.q, tile + i);
-          dout = bytes(shared_.dout, tile + i);
+          q = q_of(tile + i);
+          dout = dout_of(tile + i);
           m_.lse[i] = lse * kLog2e;
-          m_.delta[i] = row_delta(tile + i);
+          m_.delta[i] = (delta_of ? *delta_of(tile + i) : row_delta(dout, out_of(tile + i))) -
+                        (dlse_of ? *dlse_of(tile + i) : 0.0f);
         }
       }
       m_.k_rows[i] = q;  // keys are packed by now: their pointers' place is free
@@ -289,19 +279,17 @@ class BackwardRun {
 
   /// While products run: where dq of some rows of a tile goes, and as many rows of the next tile, or of the next strand.
   void fetch_ahead(std::int64_t tile, std::int64_t count, std::int64_t row) const {
+    const auto sums_of = places<const std::byte>(shared_.dq_sums), dq_of = places<const std::byte>(shared_.dq);
+    const auto q_of = places<const std::byte>(shared_.q), dout_of = places<const std::byte>(shared_.dout),
+               out_of = places<const std::byte>(shared_.out);
     const std::int64_t row_bytes = scheme_.row_bytes();
     for (std::int64_t i = tile + row, end = tile + std::min(row + kRows, count); i < end; ++i) {
-      if (shared_.dq_sums.data) {
-        prefetch_row<true>(
-            reinterpret_cast<const std::byte*>(shared_.dq_sums.at(task_.entry, q_row(i), rows_.head(i))),
-            scheme_.head_dim * 4);
-      } else {
-        prefetch_row<true>(bytes(shared_.dq, i), row_bytes);
-      }
+      if (sums_of) prefetch_row<true>(sums_of(i), scheme_.head_dim * 4);
+      else prefetch_row<true>(dq_of(i), row_bytes);
       if (const std::int64_t next = i + count; next < following_) {
-        prefetch_early(bytes(shared_.q, next), row_bytes);
-        prefetch_early(bytes(shared_.dout, next), row_bytes);
-        if (!shared_.delta.data) prefetch_early(bytes(shared_.out, next), row_bytes);
+        prefetch_early(q_of(next), row_bytes);
+        prefetch_early(dout_of(next), row_bytes);
+        if (!shared_.delta.data) prefetch_early(out_of(next), row_bytes);
       }
     }
     if (task_.next) prefetch_keys(shared_, *task_.next, tile + row, tile + row + kRows);
@@ -440,12 +428,12 @@ class BackwardRun {
 
   void write_queries(std::int64_t tile, std::int64_t count) {
     const bool add = adds();
+    const auto sums_of = places<float>(shared_.dq_sums);
+    const auto dq_of = places<std::byte>(shared_.dq);
     for (std::int64_t i = 0; i < count; ++i) {
       const float* const source = m_.dq + i * scheme_.columns;
-      const std::int64_t row = q_row(tile + i), head = rows_.head(tile + i);
-      if (shared_.dq_sums.data)
-        add_row(shared_.dq_sums.at(task_.entry, row, head), source, shared_.scale, scheme_.head_dim, add);
-      else store_row(scheme_.dtype, bytes(shared_.dq, tile + i), source, shared_.scale, scheme_.head_dim);
+      if (sums_of) add_row(sums_of(tile + i), source, shared_.scale, scheme_.head_dim, add);
+      else store_row(scheme_.dtype, dq_of(tile + i), source, shared_.scale, scheme_.head_dim);
     }
   }
 

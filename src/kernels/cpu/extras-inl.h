@@ -27,6 +27,36 @@ struct VirtualRows {
   std::int64_t head(std::int64_t row) const { return heads.at(heads.count == 1 ? 0 : row % heads.count); }
 };
 
+/// Where the virtual rows of a tensor are, from the first on: rows are asked for one by one, and a view would multiply
+/// three numbers for each.
+template <class Element>
+class RowPlaces {
+ public:
+  template <class View>
+  RowPlaces(const View& view, std::int64_t entry, const VirtualRows& rows, std::int64_t first_row, std::int64_t stride)
+      : row_step_(stride * view.strides[1] * size_of(view.dtype)),
+        head_step_(rows.heads.step * view.strides[2] * size_of(view.dtype)),
+        heads_(rows.heads.count) {
+    if (view.data)
+      first_ = static_cast<Byte*>(view.data) + view.offset(entry, first_row, rows.heads.first) * size_of(view.dtype);
+  }
+  RowPlaces(const FloatRows& view, std::int64_t entry, const VirtualRows& rows, std::int64_t first_row,
+            std::int64_t stride)
+      : row_step_(stride * view.row_stride * 4), head_step_(rows.heads.step * view.head_stride * 4), heads_(rows.heads.count) {
+    if (view.data) first_ = reinterpret_cast<Byte*>(view.at(entry, first_row, rows.heads.first));
+  }
+  explicit operator bool() const { return first_ != nullptr; }
+  Element* operator()(std::int64_t row) const {
+    Byte* const place = heads_ == 1 ? first_ + row * row_step_ : first_ + row / heads_ * row_step_ + row % heads_ * head_step_;
+    return reinterpret_cast<Element*>(place);
+  }
+
+ private:
+  using Byte = std::conditional_t<std::is_const_v<Element>, const std::byte, std::byte>;
+  Byte* first_ = nullptr;
+  std::int64_t row_step_, head_step_, heads_;
+};
+
 /// Keys begin .. end that rows see, counted from some first key.
 struct KeyRun {
   std::int64_t begin, end;

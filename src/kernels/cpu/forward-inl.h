@@ -215,6 +215,7 @@ class ForwardRun {
   void load_queries() {
     constexpr std::int64_t kAhead = 8;
     const std::int64_t padded = round_up(slots(), Scheme::kGroup);
+    const auto q_of = places<const std::byte>(shared_.q);
     for (std::int64_t slot = 0; slot < padded; ++slot) {
       m_.limits[slot] = 0;
       m_.largest[slot] = -kInfinity;
@@ -224,12 +225,11 @@ class ForwardRun {
         const std::int64_t row = span.row + i, slot = span.slot + i;
         const std::byte* source = zero_row();
         if (i < span.rows) {
-          source = static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row);
+          source = q_of(row);
           m_.limits[slot] = shared_.causal ? rows_.index(row) + 1 : task_.strand.count;
         }
         if (row + kAhead < rows_.size())
-          prefetch_row(static_cast<const std::byte*>(shared_.q.data) + offset(shared_.q, row + kAhead),
-                       scheme_.row_bytes());
+          prefetch_row(q_of(row + kAhead), scheme_.row_bytes());
         scheme_.pack_query(m_.q + slot * scheme_.query_stride(), source, scheme_.query_factor);
       }
     });
@@ -237,6 +237,10 @@ class ForwardRun {
     std::memset(m_.sums, 0, static_cast<std::size_t>(padded * kLanes) * sizeof(float));
   }
 
+  template <class Element, class View>
+  RowPlaces<Element> places(const View& view) const {
+    return {view, task_.entry, rows_, task_.rows.q_row, task_.strand.stride};
+  }
   std::int64_t q_row(std::int64_t row) const {
     return task_.rows.q_row + (rows_.index(row) - rows_.begin) * task_.strand.stride;
   }
@@ -250,12 +254,9 @@ class ForwardRun {
     const ForwardTask& next = *task_.next;
     const VirtualRows rows{next.heads, next.rows.begin, next.rows.count};
     prefetch_keys(shared_, next, row, row + Scheme::kGroup);
-    for (std::int64_t i = row; i < std::min(row + Scheme::kGroup, rows.size()); ++i) {
-      const std::int64_t q_row = next.rows.q_row + (rows.index(i) - rows.begin) * next.strand.stride;
-      prefetch_early(static_cast<const std::byte*>(shared_.q.data) +
-                         shared_.q.offset(next.entry, q_row, rows.head(i)) * size_of(shared_.q.dtype),
-                     scheme_.row_bytes());
-    }
+    const RowPlaces<const std::byte> q_of(shared_.q, next.entry, rows, next.rows.q_row, next.strand.stride);
+    for (std::int64_t i = row; i < std::min(row + Scheme::kGroup, rows.size()); ++i)
+      prefetch_early(q_of(i), scheme_.row_bytes());
   }
 
   /// Whether the first block of keys, of which every row sees some, writes the sums instead of adding to zeros.
@@ -388,6 +389,8 @@ class ForwardRun {
 
   /// Denominators and their logarithms a vector at a time, and rows to write fetched one vector ahead.
   void finish_rows(const Span& span) {
+    const auto out_of = places<std::byte>(shared_.out);
+    const auto lse_of = places<float>(shared_.lse);
     for (std::int64_t at = 0; at < span.rows; at += kLanes) {
       const std::int64_t count = std::min<std::int64_t>(kLanes, span.rows - at);
       float sums[kLanes] = {}, logs[kLanes];
@@ -395,16 +398,15 @@ class ForwardRun {
       store(natural_log(load(sums)), logs);
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t row = span.row + at + i;
-        if (row + kLanes < rows_.size() && shared_.out.data)
-          prefetch_row<true>(static_cast<const std::byte*>(shared_.out.data) + offset(shared_.out, row + kLanes),
-                             scheme_.row_bytes());
-        finish(row, span.slot + at + i, sums[i], logs[i]);
+        if (row + kLanes < rows_.size() && out_of) prefetch_row<true>(out_of(row + kLanes), scheme_.row_bytes());
+        finish(row, span.slot + at + i, sums[i], logs[i], out_of, lse_of);
       }
     }
   }
 
   /// Divides by the denominator, adds pad keys, mixes with earlier branches, writes.
-  void finish(std::int64_t row, std::int64_t slot, float sum, float log_of_sum) {
+  void finish(std::int64_t row, std::int64_t slot, float sum, float log_of_sum, const RowPlaces<std::byte>& out_of,
+              const RowPlaces<float>& lse_of) {
     float* const out = m_.out + slot * scheme_.columns;
     const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
     // In double: at scores of 1e4 every rounding of an exponent costs a weight 1e-3.
@@ -419,14 +421,13 @@ class ForwardRun {
     }
     float lse = sum == 0.0f ? -kInfinity : static_cast<float>(exponent * 0.693147180559945309 + log_of_sum);
     weight = sum == 0.0f ? 0.0f : weight / sum * shared_.output_scale * shared_.keep_factor;
-    const std::int64_t head = rows_.head(row), target_row = q_row(row);
     if (shared_.delta.data) {
       write_delta(row, out, weight);
       return;
     }
-    float* const lse_target = shared_.lse.template at<float>(task_.entry, target_row, head);
+    float* const lse_target = lse_of(row);
     if (shared_.sums.data) {
-      float* const target = shared_.sums.at(task_.entry, target_row, head);
+      float* const target = shared_.sums.at(task_.entry, q_row(row), rows_.head(row));
       const float earlier = *lse_target;
       if (earlier == -kInfinity) {
         write_row(target, out, weight, scheme_.head_dim);
@@ -439,8 +440,7 @@ class ForwardRun {
         lse = both;
       }
     } else {
-      store_row(shared_.out.dtype, static_cast<std::byte*>(shared_.out.data) + offset(shared_.out, row), out, weight,
-                scheme_.head_dim);
+      store_row(shared_.out.dtype, out_of(row), out, weight, scheme_.head_dim);
     }
     *lse_target = lse;
   }

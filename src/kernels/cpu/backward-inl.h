@@ -277,7 +277,8 @@ class BackwardRun {
     scheme_.pack_queries(m_.dout, m_.dout_pairs, m_.v_rows, packed, 1.0f, m_.scratch);
   }
 
-  /// While products run: where dq of some rows of a tile goes, and as many rows of the next tile, or of the next strand.
+  /// While products run: where dq of some rows of a tile goes, and as many rows of the next tile, or of the next
+  /// strand.
   void fetch_ahead(std::int64_t tile, std::int64_t count, std::int64_t row) const {
     const auto sums_of = places<const std::byte>(shared_.dq_sums), dq_of = places<const std::byte>(shared_.dq);
     const auto q_of = places<const std::byte>(shared_.q), dout_of = places<const std::byte>(shared_.dout),

@@ -74,7 +74,7 @@ struct ForwardShared : CallShared {
 };
 
 struct ForwardTask : StrandTask {
-  QueryRun rows;  // rows of the strand; q rows follow at the strand's stride
+  QueryRun rows;                      // rows of the strand; q rows follow at the strand's stride
   const ForwardTask* next = nullptr;  // what the thread does afterwards, if that is known: fetched meanwhile
 };
 

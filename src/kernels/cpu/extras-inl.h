@@ -42,12 +42,15 @@ class RowPlaces {
   }
   RowPlaces(const FloatRows& view, std::int64_t entry, const VirtualRows& rows, std::int64_t first_row,
             std::int64_t stride)
-      : row_step_(stride * view.row_stride * 4), head_step_(rows.heads.step * view.head_stride * 4), heads_(rows.heads.count) {
+      : row_step_(stride * view.row_stride * 4),
+        head_step_(rows.heads.step * view.head_stride * 4),
+        heads_(rows.heads.count) {
     if (view.data) first_ = reinterpret_cast<Byte*>(view.at(entry, first_row, rows.heads.first));
   }
   explicit operator bool() const { return first_ != nullptr; }
   Element* operator()(std::int64_t row) const {
-    Byte* const place = heads_ == 1 ? first_ + row * row_step_ : first_ + row / heads_ * row_step_ + row % heads_ * head_step_;
+    Byte* const place =
+        heads_ == 1 ? first_ + row * row_step_ : first_ + row / heads_ * row_step_ + row % heads_ * head_step_;
     return reinterpret_cast<Element*>(place);
   }
 

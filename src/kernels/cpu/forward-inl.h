@@ -228,8 +228,7 @@ class ForwardRun {
           source = q_of(row);
           m_.limits[slot] = shared_.causal ? rows_.index(row) + 1 : task_.strand.count;
         }
-        if (row + kAhead < rows_.size())
-          prefetch_row(q_of(row + kAhead), scheme_.row_bytes());
+        if (row + kAhead < rows_.size()) prefetch_row(q_of(row + kAhead), scheme_.row_bytes());
         scheme_.pack_query(m_.q + slot * scheme_.query_stride(), source, scheme_.query_factor);
       }
     });

@@ -79,7 +79,8 @@ HWY_INLINE void pack_panels_with(float* target, const std::byte* const* rows, st
     std::int64_t fetched = key + kLanes;
     for (std::int64_t unit = 0; unit < depth; unit += 4) {
       transpose_quad(group, unit, columns + unit * kPanel, kPanel);
-      for (const std::int64_t end = std::min(keys, key + kLanes + (unit + 4) * kLanes / depth); fetched < end; ++fetched)
+      for (const std::int64_t end = std::min(keys, key + kLanes + (unit + 4) * kLanes / depth); fetched < end;
+           ++fetched)
         prefetch_row(rows[fetched], row_bytes);
     }
   }

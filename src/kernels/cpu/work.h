@@ -24,8 +24,8 @@ std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch);
 /// Strands of so many rows that one task takes one after the other.
 std::int64_t strands_together(const Plan& plan, std::int64_t rows);
 
-/// Tasks of one branch and (forward) one query range: blocks x entries x groups of strands. Strands are counted segment by
-/// segment, all heads of one before the next: they lie in the same pages of memory.
+/// Tasks of one branch and (forward) one query range: blocks x entries x groups of strands. Strands are counted segment
+/// by segment, all heads of one before the next: they lie in the same pages of memory.
 struct Section {
   std::int64_t branch = 0;
   RowRange range;

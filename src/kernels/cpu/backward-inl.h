@@ -30,6 +30,7 @@ struct VectorBackward : Layout {
   static constexpr std::int64_t kKeyTile = kPerUnit == 2 ? 192 : 96;
   static constexpr std::int64_t kRunMultiple = kChunk;
   static constexpr bool kClearUnseen = false;
+  static constexpr bool kFetchesAhead = true;
   static_assert(kKeyTile % kPanel == 0 && kKeyTile % kTileRows == 0 && kQueryTile % kRows == 0 &&
                 kQueryTile % kTileRows == 0);
 
@@ -340,7 +341,7 @@ class BackwardRun {
     // Products take keys a few at a time: so far beyond the tile's own they must find zeros.
     const std::int64_t cleared = std::min(kKeyTile, round_up(tile_keys + kTileRows - 1, 2 * kChunk));
     for (std::int64_t row = 0; row < count; row += kRows) {
-      if (first) fetch_ahead(tile, count, row);
+      if (Scheme::kFetchesAhead && first) fetch_ahead(tile, count, row);
       std::int64_t seen = 0;
       for (int i = 0; i < kRows; ++i) {
         const std::int64_t limit = std::clamp<std::int64_t>(m_.limits[row + i] - base, 0, tile_keys);

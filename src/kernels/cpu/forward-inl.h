@@ -31,6 +31,7 @@ struct VectorForward : Layout {
   static constexpr std::int64_t kScoreStride = kKeyBlock;
   static constexpr std::int64_t kRunMultiple = kChunk;
   static constexpr bool kStartsFresh = false;
+  static constexpr bool kFetchesAhead = true;
 
   static void begin() {}
   static void end() {}
@@ -148,7 +149,7 @@ class ForwardRun {
           const int count = take_runs(span, first, keys, from, runs);
           if (count == 0) break;
           for (std::int64_t at = 0; at < span.rows; at += Scheme::kGroup) {
-            if (task_.next && first == 0) fetch_next(span.row + at);
+            if (Scheme::kFetchesAhead && task_.next && first == 0) fetch_next(span.row + at);
             attend(span, at, std::min<std::int64_t>(Scheme::kGroup, span.rows - at), first, keys, runs, count);
           }
         }

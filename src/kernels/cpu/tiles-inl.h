@@ -106,6 +106,7 @@ struct TileForward : PairLayout<kTile> {
       kKeyBlock + kTile;  // not a power of two: rows of a tile fall into different sets
   static constexpr std::int64_t kRunMultiple = 2 * kTile;
   static constexpr bool kStartsFresh = true;
+  static constexpr bool kFetchesAhead = false;  // tiles wait in the same queue as what is fetched
 
   static void begin() { configure_tiles(); }
   static void end() { _tile_release(); }
@@ -186,6 +187,7 @@ struct TileBackward : PairLayout<kTile> {
   static constexpr std::int64_t kKeyTile = 128;
   static constexpr std::int64_t kRunMultiple = 2 * kTile;
   static constexpr bool kClearUnseen = true;  // a tile takes 32 query rows, which is two groups
+  static constexpr bool kFetchesAhead = false;
 
   static void begin() { configure_tiles(); }
   static void end() { _tile_release(); }

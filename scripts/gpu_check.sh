@@ -84,6 +84,8 @@ step_sanitizer() {
       --gtest_filter='*Everything/*d64:*longnet_paper_bf16_causal_d64:*groups_f16_full_d128_ragged:*groups_bf16_full_d64:*Tf32*groups_f32_causal_d96' &
     run "$tool.hopper" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_test" \
       --gtest_filter='*Matches*slide_bf16*:*Matches*slide_d256_f16_causal:*Matches*groups_d192_bf16:*Matches*packed_strands_f16' &
+    run "$tool.hopper_blocks" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_blocks_test" \
+      --gtest_filter='*Matches*gaps_of_entries_128_bf16:*Matches*local_ranges_128_f16' &
     run "$tool.hopper_backward" 90 compute-sanitizer --tool $tool --error-exitcode 1 "$programs/hopper_backward_test" \
       --gtest_filter='*Matches*dense_ragged_bf16:*Matches*short_wide_f16_causal:*Matches*groups_d72_bf16:*Matches*slide_d40_bf16:*Matches*slide_d256_f16_causal' &
   done

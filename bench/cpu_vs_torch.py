@@ -344,6 +344,8 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--block-sparse", action="store_true", help="only the block-sparse cases")
     arguments = parser.parse_args()
+    if arguments.again and (not arguments.only or arguments.block_sparse):
+        parser.error("--again: name the cases by --only")
     torch.set_num_threads(arguments.threads)
     longspan.set_num_threads(arguments.threads)
     burst = Burst()
@@ -352,6 +354,14 @@ def main() -> None:
         return block_sparse(arguments, burst, table)
     header = {"machine": machine(), "command": " ".join(["python", "bench/cpu_vs_torch.py", *sys.argv[1:]]),
               "onednn_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"), "malloc": SETTINGS}  # fmt: skip
+    name = "cpu_quick.json" if arguments.quick else "cpu_vs_torch.json"
+    if arguments.again:
+        full = json.loads((RESULTS / name).read_text())
+        for key in ("cpu", "threads", "torch"):
+            if full["machine"][key] != header["machine"][key]:
+                parser.error(f"--again: {name} is of {key} {full['machine'][key]}, this is {header['machine'][key]}")
+        if arguments.compiled != ("--compiled" in full["command"]):
+            parser.error(f"--again: {name} was made by {full['command']}; give --compiled as there")
     bursts = {torch.float32: burst, torch.bfloat16: Burst(torch.bfloat16)}
     results = []
     print(f"{'case':14} {'dtype':9} {'N':>6} {'D':>4} {'':6} {'ours ms':>9} {'torch':>9} {'ratio':>6} | {'f+b ms':>9} "
@@ -368,7 +378,6 @@ def main() -> None:
               file=table, flush=True)  # fmt: skip
     report = {**header, "results": results}
     RESULTS.mkdir(exist_ok=True)
-    name = "cpu_quick.json" if arguments.quick else "cpu_vs_torch.json"
     if not arguments.quick and not arguments.only:
         report["scaling"] = scaling(arguments.threads, burst)
         report["memory"] = memory(arguments.threads)
@@ -380,9 +389,10 @@ def main() -> None:
             print(f"{row['case']:9} {row['dtype']:9} {row['tokens']} tokens: workspace {row['workspace_bytes'] / 2**20:.1f} MiB, resident "
                   f"+{row['resident_growth_bytes'] / 2**20:.1f} MiB, bound {row['bound_bytes'] / 2**20:.1f} MiB", file=table)  # fmt: skip
     if arguments.again:
-        full = json.loads((RESULTS / name).read_text())
-        new = {place_of(row): {**row, "again": {"command": header["command"], **header["machine"]}} for row in results}
-        full["results"] = [new.get(place_of(row), row) for row in full["results"]]
+        new = {place_of(row): {**row, "again": {**header["machine"], "command": header["command"]}} for row in results}
+        full["results"] = [new.pop(place_of(row), row) for row in full["results"]]
+        if new:
+            sys.exit(f"{name} has no row for {', '.join(map(str, new))}")
         (RESULTS / name).write_text(json.dumps(full, indent=1) + "\n")
     elif not arguments.only:
         (RESULTS / name).write_text(json.dumps(report, indent=1) + "\n")

@@ -41,13 +41,18 @@ struct ThreadCount {
 
 class CpuEngine : public ::testing::TestWithParam<DType> {};
 
-// Strands longer than a task's keys, so that several tasks add to one row of dq, and more threads than cores.
+// Strands longer than a task's keys, so that several tasks add to one row of dq, and more threads than cores; short
+// ones, several to a task; and both.
 TEST_P(CpuEngine, SameBitsForAnyNumberOfThreads) {
+  const std::pair<Pattern, Shape> problems[] = {{Pattern::dense(), {1, 1900, 2, 1, 32}},
+                                                {Pattern::longnet({500, 2000}, {1, 2}), {1, 1900, 2, 1, 32}},
+                                                {Pattern::dilated({64, 128}, {1, 2}), {1, 1000, 6, 3, 32}},
+                                                {Pattern::longnet({200}, {1}), {1, 800, 12, 6, 256}}};
   for (const bool causal : {false, true}) {
     Options options;
     options.causal = causal;
-    for (const Pattern& pattern : {Pattern::dense(), Pattern::longnet({500, 2000}, {1, 2})}) {
-      const Case c(pattern, options, {1, 1900, 2, 1, 32}, GetParam());
+    for (const auto& [pattern, shape] : problems) {
+      const Case c(pattern, options, shape, GetParam());
       for (const std::string& kernel : engine_kernels(GetParam())) {
         std::vector<std::vector<std::byte>> first;
         for (const int threads : {1, 2, 3, 8, 16}) {

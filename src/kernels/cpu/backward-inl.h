@@ -280,7 +280,7 @@ class BackwardRun {
 
   /// While products run: where dq of some rows of a tile goes, and as many rows of the next tile, or of the next
   /// strand.
-  void fetch_ahead(std::int64_t tile, std::int64_t count, std::int64_t row) const {
+  void fetch_ahead(std::int64_t tile, std::int64_t count, std::int64_t row) {
     const auto sums_of = places<const std::byte>(shared_.dq_sums), dq_of = places<const std::byte>(shared_.dq);
     const auto q_of = places<const std::byte>(shared_.q), dout_of = places<const std::byte>(shared_.dout),
                out_of = places<const std::byte>(shared_.out);
@@ -294,7 +294,10 @@ class BackwardRun {
         if (!shared_.delta.data) prefetch_early(out_of(next), row_bytes);
       }
     }
-    if (task_.next) prefetch_keys(shared_, *task_.next, tile + row, tile + row + kRows);
+    if (!task_.next) return;
+    const std::int64_t next_key = task_.next->key_begin + next_keys_;
+    prefetch_keys(shared_, *task_.next, next_key, std::min(next_key + kRows, task_.next->key_end));
+    next_keys_ += kRows;
   }
 
   void query_tile(std::int64_t tile, std::int64_t count) {
@@ -499,6 +502,7 @@ class BackwardRun {
   const float dweight_factor_;
   VirtualRows rows_;
   std::int64_t q_begin_ = 0;
+  std::int64_t next_keys_ = 0;  // of the next strand, fetched so far
   std::int64_t following_ = 0;  // end of the rows that may be fetched ahead, counted as those of rows_
 };
 

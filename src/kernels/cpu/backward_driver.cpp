@@ -14,22 +14,27 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::int64_t kAllHeads = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kRowsPerSweep = 256;
-// Strands are cut until there are this many tasks (if their length allows). A number of the problem alone: the cut
+// Strands are cut until there are this many parts (if their length allows). A number of the problem alone: the cut
 // decides the order in which dq is summed, so it must not look at the threads.
-constexpr double kTasksWanted = 64;
+constexpr double kPartsWanted = 64;
+
+/// Part of the queries that are a call's own. A rank of a ring has some of them, and only segments with queries have
+/// tasks.
+double own_share(const Problem& problem) {
+  return problem.has_piece_gradients && problem.tokens > 0
+             ? std::min(1.0, static_cast<double>(problem.query_rows) / static_cast<double>(problem.tokens))
+             : 1.0;
+}
 
 /// Keys of one task.
 std::int64_t task_keys(const Engine& engine, const Plan& plan) {
   const Problem& problem = plan.problem();
   const std::int64_t tile = engine.backward_key_tile;
   std::int64_t keys = std::max(engine.backward_key_budget / problem.head_dim / tile, std::int64_t{2}) * tile;
-  // A rank of a ring has some of the queries, and only segments with queries have tasks. Its gradients equal one
-  // device's to rounding, whatever the cut. Half as many tasks must do: each reads all queries of its strand, and the
-  // keys of a rank have few of them. (A rank alone on more than 32 cores may leave some idle.)
-  const double share =
-      problem.has_piece_gradients && problem.tokens > 0
-          ? std::min(1.0, static_cast<double>(problem.query_rows) / static_cast<double>(problem.tokens))
-          : 1.0;
+  // Gradients of a rank equal one device's to rounding, whatever the cut. Half as many tasks must do: each reads all
+  // queries of its strand, and the keys of a rank have few of them. (A rank alone on more than 32 cores may leave some
+  // idle.)
+  const double share = own_share(problem);
   const auto tasks = [&] {
     double count = 0;
     for (const BranchPlan& branch : plan.branches()) {
@@ -39,7 +44,7 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
     }
     return count;
   };
-  const double wanted = share < 1.0 ? kTasksWanted / 2 : kTasksWanted;
+  const double wanted = share < 1.0 ? kPartsWanted / 2 : kPartsWanted;
   while (keys > 4 * tile && tasks() < wanted) keys = (keys / 2 + tile - 1) / tile * tile;
   return keys;
 }
@@ -53,7 +58,7 @@ Section backward_section(const Engine& engine, const Plan& plan, std::int64_t br
   section.segments = branch.segments(problem.tokens);
   section.block_rows = task_keys(engine, plan);
   section.blocks = std::max<std::int64_t>(1, (rows + section.block_rows - 1) / section.block_rows);
-  section.strands_per_task = strands_together(plan, rows);
+  section.strands_per_task = strands_together(plan, section, own_share(problem));
   if (section.blocks > 1) section.tickets = (rows + kTicketRows - 1) / kTicketRows;
   return section;
 }
@@ -85,7 +90,7 @@ struct BackwardWorkspace {
     if (plan.options().detached_mix) delta = workspace.rows(p.batch, p.query_rows, p.heads, 1);
     for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
       const Section section = backward_section(engine, plan, static_cast<std::int64_t>(branch));
-      ticket_count += section.tickets * p.batch * plan.branches()[branch].head_count * section.segments;
+      ticket_count += section.tickets * p.batch * section.strands(plan);
     }
     tickets = reinterpret_cast<std::atomic<std::uint32_t>*>(
         workspace.take(static_cast<std::size_t>(ticket_count) * sizeof(*tickets)));
@@ -112,16 +117,14 @@ void run_sections(const Engine& engine, const BackwardShared& shared, std::int64
   for (std::int64_t branch = first; branch < last; ++branch) total += section_of(branch).tasks(plan);
   for (std::int64_t branch = 0; branch < first; ++branch) {
     const Section section = section_of(branch);
-    tickets_before += section.tickets * plan.problem().batch *
-                      plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
+    tickets_before += section.tickets * plan.problem().batch * section.strands(plan);
   }
   parallel_for(threads, total, control, [&](int worker, std::int64_t item) {
     std::int64_t branch = first, first_ticket = tickets_before;
     Section section = section_of(branch);
     for (std::int64_t tasks; item >= (tasks = section.tasks(plan)); section = section_of(++branch)) {
       item -= tasks;
-      first_ticket += section.tickets * plan.problem().batch *
-                      plan.branches()[static_cast<std::size_t>(branch)].head_count * section.segments;
+      first_ticket += section.tickets * plan.problem().batch * section.strands(plan);
     }
     const TaskPlace place = locate(plan, section, item);
     const auto find = [&](std::int64_t strand, BackwardTask& task) {

@@ -149,7 +149,7 @@ class ForwardRun {
           const int count = take_runs(span, first, keys, from, runs);
           if (count == 0) break;
           for (std::int64_t at = 0; at < span.rows; at += Scheme::kGroup) {
-            if (Scheme::kFetchesAhead && task_.next && first == 0) fetch_next(span.row + at);
+            if (Scheme::kFetchesAhead && task_.next) fetch_next();
             attend(span, at, std::min<std::int64_t>(Scheme::kGroup, span.rows - at), first, keys, runs, count);
           }
         }
@@ -249,14 +249,15 @@ class ForwardRun {
     return view.offset(task_.entry, q_row(row), rows_.head(row)) * size_of(view.dtype);
   }
 
-  /// Rows of the next strand, as many as this one's group has, while products run.
-  void fetch_next(std::int64_t row) const {
+  /// Some more rows of the next strand, while products run.
+  void fetch_next() {
     const ForwardTask& next = *task_.next;
     const VirtualRows rows{next.heads, next.rows.begin, next.rows.count};
-    prefetch_keys(shared_, next, row, row + Scheme::kGroup);
     const RowPlaces<const std::byte> q_of(shared_.q, next.entry, rows, next.rows.q_row, next.strand.stride);
-    for (std::int64_t i = row; i < std::min(row + Scheme::kGroup, rows.size()); ++i)
-      prefetch_early(q_of(i), scheme_.row_bytes());
+    const std::int64_t end = next_rows_ + Scheme::kGroup;
+    prefetch_keys(shared_, next, next_rows_, end);
+    for (std::int64_t i = next_rows_; i < std::min(end, rows.size()); ++i) prefetch_early(q_of(i), scheme_.row_bytes());
+    next_rows_ = end;
   }
 
   /// Whether the first block of keys, of which every row sees some, writes the sums instead of adding to zeros.
@@ -468,6 +469,7 @@ class ForwardRun {
   Carver carver_;
   const ForwardMemory<Scheme> m_;
   Policy policy_;
+  std::int64_t next_rows_ = 0;  // of the next strand, fetched so far
 };
 
 template <class Scheme>

@@ -52,7 +52,7 @@ Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRa
   const std::int64_t rows = std::min(longest_strand(plan, branch), (range.count - 1) / branch.dilation + 1);
   section.block_rows = std::max<std::int64_t>(1, task_rows / largest_head_set(plan, most_shared_heads(branch)));
   section.blocks = (rows + section.block_rows - 1) / section.block_rows;
-  section.strands_per_task = strands_together(plan, rows);
+  section.strands_per_task = strands_together(plan, section);
   return section;
 }
 

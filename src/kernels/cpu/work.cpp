@@ -58,16 +58,15 @@ std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch) {
   return rows == 0 ? 0 : (rows - 1) / branch.dilation + 1;
 }
 
-std::int64_t strands_together(const Plan& plan, std::int64_t rows) {
-  constexpr std::int64_t kShortRows = 256;      // shorter strands are not worth a task
-  constexpr std::int64_t kRowsTogether = 2048;  // up to here they fetch each other's rows,
-  constexpr std::int64_t kTasksWanted = 32;     // if there are tasks enough all the same
-  const Problem& problem = plan.problem();
-  std::int64_t strands = 0;
-  for (const BranchPlan& branch : plan.branches())
-    strands += problem.batch * branch.head_count * branch.segments(problem.tokens);
-  rows = std::max<std::int64_t>(rows, 1);
-  return std::max({kShortRows / rows, std::min(kRowsTogether / rows, strands / kTasksWanted), std::int64_t{1}});
+std::int64_t strands_together(const Plan& plan, const Section& section, double share) {
+  constexpr std::int64_t kTinyKeys = 256;       // strands of fewer are not worth a task
+  constexpr std::int64_t kKeysTogether = 2048;  // strands that share a task fetch each other's rows
+  constexpr double kTasksWanted = 24;           // of a section: some patterns run theirs one after the other
+  const std::int64_t keys =
+      std::max<std::int64_t>(longest_strand(plan, plan.branches()[static_cast<std::size_t>(section.branch)]), 1);
+  const double strands = static_cast<double>(section.strands(plan) * plan.problem().batch) * share;
+  const std::int64_t spared = std::min(kKeysTogether / keys, static_cast<std::int64_t>(strands / kTasksWanted));
+  return std::max({kTinyKeys / keys, spared, std::int64_t{1}});
 }
 
 TaskPlace locate(const Plan& plan, const Section& section, std::int64_t index) {

@@ -21,9 +21,6 @@ std::int64_t largest_head_set(const Plan& plan, std::int64_t most);
 /// Rows of the longest strand of a branch.
 std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch);
 
-/// Strands of so many rows that one task takes one after the other.
-std::int64_t strands_together(const Plan& plan, std::int64_t rows);
-
 /// Tasks of one branch and (forward) one query range: blocks x entries x groups of strands. Strands are counted segment
 /// by segment, all heads of one before the next: they lie in the same pages of memory.
 struct Section {
@@ -36,7 +33,6 @@ struct Section {
   std::int64_t blocks = 1;      // a strand is cut into this many parts
   std::int64_t block_rows = 0;  // of this many rows each
   std::int64_t tickets = 0;     // backward: counters per strand
-  std::int64_t first_ticket = 0;
 
   std::int64_t strands(const Plan& plan) const {
     return segments * plan.branches()[static_cast<std::size_t>(branch)].head_count;
@@ -44,6 +40,10 @@ struct Section {
   std::int64_t groups(const Plan& plan) const { return (strands(plan) + strands_per_task - 1) / strands_per_task; }
   std::int64_t tasks(const Plan& plan) const { return blocks * plan.problem().batch * groups(plan); }
 };
+
+/// How many strands of a section one task takes, one after the other: as many as leave the threads tasks enough.
+/// `share` of the strands have something to do.
+std::int64_t strands_together(const Plan& plan, const Section& section, double share = 1.0);
 
 /// Where task `index` of a section is. Blocks are the slowest index, and the longest come first.
 struct TaskPlace {
@@ -62,7 +62,9 @@ void run_strands(const TaskPlace& place, Find&& find, Run&& run) {
   std::int64_t strand = place.first_strand;
   const auto find_next = [&] {
     for (; strand < place.last_strand; ++strand) {
-      if (find(strand, next)) return strand++ < place.last_strand;
+      if (!find(strand, next)) continue;
+      ++strand;
+      return true;
     }
     return false;
   };

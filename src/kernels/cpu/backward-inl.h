@@ -93,9 +93,11 @@ struct VectorBackward : Layout {
 };
 using FloatBackward = VectorBackward<FloatLayout>;
 
-/// Adds to (or sets) a row of sums.
-HWY_INLINE void add_row(float* target, const float* source, float factor, std::int64_t columns, bool add) {
+/// Adds to (or sets) a row of sums; `streams` says that nobody adds to it afterwards and it is larger than a cache.
+HWY_INLINE void add_row(float* target, const float* source, float factor, std::int64_t columns, bool add,
+                        bool streams = false) {
   if (add) mix_row(target, 1.0f, source, factor, columns);
+  else if (streams) stream_row(target, source, factor, columns);
   else write_row(target, source, factor, columns);
 }
 
@@ -172,9 +174,13 @@ class BackwardRun {
     if (task_.tickets && one_ticket) pass_on(task_.tickets[0]);
     Scheme::end();
     write_keys();
+    if (shared_.streams) hwy::FlushStream();
   }
 
  private:
+  /// Whether this task's rows of dq, of dk and dv are final, so that they are written past the cache.
+  bool streams_queries() const { return shared_.streams && !shared_.add_queries && !task_.tickets; }
+  bool streams_keys() const { return shared_.streams && !shared_.add_keys; }
   std::int64_t keys() const { return task_.key_end - task_.key_begin; }
 
   void load_keys() {
@@ -286,8 +292,10 @@ class BackwardRun {
                out_of = places<const std::byte>(shared_.out);
     const std::int64_t row_bytes = scheme_.row_bytes();
     for (std::int64_t i = tile + row, end = tile + std::min(row + kRows, count); i < end; ++i) {
-      if (sums_of) prefetch_row<true>(sums_of(i), scheme_.head_dim * 4);
-      else prefetch_row<true>(dq_of(i), row_bytes);
+      if (!streams_queries()) {
+        if (sums_of) prefetch_row<true>(sums_of(i), scheme_.head_dim * 4);
+        else prefetch_row<true>(dq_of(i), row_bytes);
+      }
       if (const std::int64_t next = i + count; next < following_) {
         prefetch_early(q_of(next), row_bytes);
         prefetch_early(dout_of(next), row_bytes);
@@ -437,7 +445,7 @@ class BackwardRun {
     const auto dq_of = places<std::byte>(shared_.dq);
     for (std::int64_t i = 0; i < count; ++i) {
       const float* const source = m_.dq + i * scheme_.columns;
-      if (sums_of) add_row(sums_of(tile + i), source, shared_.scale, scheme_.head_dim, add);
+      if (sums_of) add_row(sums_of(tile + i), source, shared_.scale, scheme_.head_dim, add, streams_queries());
       else store_row(scheme_.dtype, dq_of(tile + i), source, shared_.scale, scheme_.head_dim);
     }
   }
@@ -462,7 +470,7 @@ class BackwardRun {
     }
     for (std::int64_t i = 0; i < keys(); ++i) {
       const std::int64_t position = task_.strand.start + (task_.key_begin + i) * task_.strand.stride;
-      if (i + kWriteAhead < keys()) {
+      if (!streams_keys() && i + kWriteAhead < keys()) {
         const std::int64_t later = position + kWriteAhead * task_.strand.stride;
         prefetch_target(shared_.dk, shared_.dk_sums, later);
         prefetch_target(shared_.dv, shared_.dv_sums, later);
@@ -484,7 +492,8 @@ class BackwardRun {
   void write_key(const TensorView& view, const FloatRows& sums, std::int64_t position, const float* source,
                  float factor) {
     if (sums.data) {
-      add_row(sums.at(task_.entry, position, task_.kv_head), source, factor, scheme_.head_dim, shared_.add_keys);
+      add_row(sums.at(task_.entry, position, task_.kv_head), source, factor, scheme_.head_dim, shared_.add_keys,
+              streams_keys());
     } else {
       std::byte* const target =
           static_cast<std::byte*>(view.data) + view.offset(task_.entry, position, task_.kv_head) * size_of(view.dtype);

@@ -45,6 +45,7 @@ struct CallShared {
   DropoutRule dropout;
   bool causal;
   bool extras;        // ALiBi, dropout or key_mask: the inner loops with those policies run
+  bool streams;       // results are float32 and larger than a cache: they are written past it
   float scale;        // on scores
   float keep_factor;  // 1 / (1 - dropout)
   float output_scale;

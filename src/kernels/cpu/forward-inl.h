@@ -157,6 +157,7 @@ class ForwardRun {
     }
     Scheme::end();
     for_each_span([&](const Span& span) { finish_rows(span); });
+    if (shared_.streams) hwy::FlushStream();
   }
 
  private:
@@ -399,7 +400,8 @@ class ForwardRun {
       store(natural_log(load(sums)), logs);
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t row = span.row + at + i;
-        if (row + kLanes < rows_.size() && out_of) prefetch_row<true>(out_of(row + kLanes), scheme_.row_bytes());
+        if (row + kLanes < rows_.size() && out_of && !shared_.streams)
+          prefetch_row<true>(out_of(row + kLanes), scheme_.row_bytes());
         finish(row, span.slot + at + i, sums[i], logs[i], out_of, lse_of);
       }
     }
@@ -441,7 +443,8 @@ class ForwardRun {
         lse = both;
       }
     } else {
-      store_row(shared_.out.dtype, out_of(row), out, weight, scheme_.head_dim);
+      if (shared_.streams) stream_row(reinterpret_cast<float*>(out_of(row)), out, weight, scheme_.head_dim);
+      else store_row(shared_.out.dtype, out_of(row), out, weight, scheme_.head_dim);
     }
     *lse_target = lse;
   }

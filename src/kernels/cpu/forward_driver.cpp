@@ -15,6 +15,7 @@ constexpr std::int64_t kMostSharedHeads = 64;  // of one task
 constexpr std::int64_t kRowsPerSweep = 256;    // of a task that only fills or converts
 constexpr std::size_t kMostSections = 64;      // of one loop; calls with many query ranges take several loops
 constexpr std::int64_t kTasksPerThread = 4;
+constexpr std::int64_t kCachedFloats = 2 * 1024 * 1024;  // of a result that may stay in a cache
 
 struct ForwardWorkspace {
   FloatRows sums, lse;
@@ -141,6 +142,7 @@ CallShared::CallShared(const Plan& the_plan, const Call& the_call, std::span<con
       dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed),
       causal(plan.options().causal),
       extras(plan.options().dropout > 0 || call.key_mask.given() || call.alibi_slopes.given()),
+      streams(plan.problem().dtype == DType::f32 && q.sizes[0] * q.sizes[1] * q.sizes[2] * q.sizes[3] > kCachedFloats),
       scale(static_cast<float>(plan.scale())),
       keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
       output_scale(static_cast<float>(plan.output_scale())) {}

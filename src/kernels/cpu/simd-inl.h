@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "hwy/cache_control.h"
 #include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/engine.h"
@@ -171,6 +172,14 @@ HWY_INLINE void write_row(Storage* target, const float* source, float factor, st
     store_storage(hn::Mul(load(source + column), scale), target + column);
   }
   for (; column < columns; ++column) target[column] = from_float<Storage>(source[column] * factor);
+}
+/// The same past the cache, whose place others need more; hwy::FlushStream() comes before anyone may read it.
+HWY_INLINE void stream_row(float* target, const float* source, float factor, std::int64_t columns) {
+  if (reinterpret_cast<std::uintptr_t>(target) % (kLanes * sizeof(float)) != 0 || columns % kLanes != 0)
+    return write_row(target, source, factor, columns);
+  const V scale = broadcast(factor);
+  for (std::int64_t column = 0; column < columns; column += kLanes)
+    hn::Stream(hn::Mul(load(source + column), scale), kFloat, target + column);
 }
 HWY_INLINE void mix_row(float* target, float old_factor, const float* source, float factor, std::int64_t columns) {
   const V scale = broadcast(factor), old_scale = broadcast(old_factor);

@@ -112,6 +112,14 @@ TEST_P(CpuEngine, LongCutStrandsMatchTheReference) {
 }
 
 // Blocks and tiles of keys begin with the first key that key_mask leaves, and end with the last.
+// float32 results of this size are written past the cache, where nobody adds to them and places are aligned.
+TEST_P(CpuEngine, ResultsLargerThanACacheMatchTheReference) {
+  for (const Layout layout : {Layout::bnhd, Layout::bhnd}) {
+    Case(Pattern::dilated({64, 128}, {1, 2}), {}, {1, 8192, 6, 6, 48}, GetParam(), layout).expect_matches();
+  }
+  Case(Pattern::longnet({32, 64}, {1, 2}), {}, {1, 8300, 8, 4, 36}, GetParam()).expect_matches();
+}
+
 TEST_P(CpuEngine, StretchesOfMaskedKeys) {
   const std::vector<std::vector<RowRange>> left = {{},          {{700, 5}},  {{1095, 5}},           {{0, 3}},
                                                    {{509, 60}}, {{512, 90}}, {{40, 1}, {1000, 100}}};

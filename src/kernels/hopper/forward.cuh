@@ -2,7 +2,7 @@
 // none is left.
 //   producer   a warp group with few registers: one warp looks up items, one thread lets the copy engine load Q, K, V,
 //              two warps write zeros to rows that no branch covers; where branches merge, one of them brings what
-//              earlier branches left of an item's rows instead; with block masks it loads V, if streams leave it
+//              earlier branches left of an item's rows instead; with block masks and one stream it loads V
 //   consumers  kGroups warp groups of 64 query rows each. S = Q K^T reads both from shared memory, P stays in registers
 //              as the A operand of P V; Q K^T of a tile runs together with P V of the tile before, and the first Q K^T
 //              of the next item under this one's end. A token lets one group at a time start its products.

@@ -484,9 +484,7 @@ class BackwardRun {
       prefetch_row<true>(reinterpret_cast<const std::byte*>(sums.at(task_.entry, position, task_.kv_head)),
                          scheme_.head_dim * 4);
     } else {
-      prefetch_row<true>(static_cast<const std::byte*>(view.data) +
-                             view.offset(task_.entry, position, task_.kv_head) * size_of(view.dtype),
-                         scheme_.row_bytes());
+      prefetch_row<true>(row_place(view, task_.entry, position, task_.kv_head), scheme_.row_bytes());
     }
   }
   void write_key(const TensorView& view, const FloatRows& sums, std::int64_t position, const float* source,
@@ -495,9 +493,7 @@ class BackwardRun {
       add_row(sums.at(task_.entry, position, task_.kv_head), source, factor, scheme_.head_dim, shared_.add_keys,
               streams_keys());
     } else {
-      std::byte* const target =
-          static_cast<std::byte*>(view.data) + view.offset(task_.entry, position, task_.kv_head) * size_of(view.dtype);
-      store_row(scheme_.dtype, target, source, factor, scheme_.head_dim);
+      store_row(scheme_.dtype, row_place(view, task_.entry, position, task_.kv_head), source, factor, scheme_.head_dim);
     }
   }
 

@@ -90,7 +90,7 @@ struct BackwardWorkspace {
     if (plan.options().detached_mix) delta = workspace.rows(p.batch, p.query_rows, p.heads, 1);
     for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
       const Section section = backward_section(engine, plan, static_cast<std::int64_t>(branch));
-      ticket_count += section.tickets * p.batch * section.strands(plan);
+      ticket_count += section.all_tickets(plan);
     }
     tickets = reinterpret_cast<std::atomic<std::uint32_t>*>(
         workspace.take(static_cast<std::size_t>(ticket_count) * sizeof(*tickets)));
@@ -117,14 +117,14 @@ void run_sections(const Engine& engine, const BackwardShared& shared, std::int64
   for (std::int64_t branch = first; branch < last; ++branch) total += section_of(branch).tasks(plan);
   for (std::int64_t branch = 0; branch < first; ++branch) {
     const Section section = section_of(branch);
-    tickets_before += section.tickets * plan.problem().batch * section.strands(plan);
+    tickets_before += section.all_tickets(plan);
   }
   parallel_for(threads, total, control, [&](int worker, std::int64_t item) {
     std::int64_t branch = first, first_ticket = tickets_before;
     Section section = section_of(branch);
     for (std::int64_t tasks; item >= (tasks = section.tasks(plan)); section = section_of(++branch)) {
       item -= tasks;
-      first_ticket += section.tickets * plan.problem().batch * section.strands(plan);
+      first_ticket += section.all_tickets(plan);
     }
     const TaskPlace place = locate(plan, section, item);
     const auto find = [&](std::int64_t strand, BackwardTask& task) {

@@ -202,17 +202,21 @@ inline void point_to_rows(const CallShared& shared, const StrandTask& task, std:
   for (std::int64_t index = count; index < padded; ++index) k_rows[index] = v_rows[index] = zero_row();
 }
 
+template <class View>
+HWY_INLINE auto row_place(const View& view, std::int64_t entry, std::int64_t row, std::int64_t head) {
+  using Byte =
+      std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>, const std::byte, std::byte>;
+  return static_cast<Byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype);
+}
+
 /// Keys of strand rows begin .. end on their way to the cache; those of pieces are left to the moment they are packed.
 inline void prefetch_keys(const CallShared& shared, const StrandTask& task, std::int64_t begin, std::int64_t end) {
   if (!shared.call.pieces.empty()) return;
   const std::int64_t bytes = shared.k.columns() * size_of(shared.k.dtype);
   for (std::int64_t index = begin; index < std::min(end, task.strand.count); ++index) {
     const std::int64_t position = task.strand.start + index * task.strand.stride;
-    for (const ConstTensorView* view : {&shared.k, &shared.v}) {
-      prefetch_early(static_cast<const std::byte*>(view->data) +
-                         view->offset(task.entry, position, task.kv_head) * size_of(view->dtype),
-                     bytes);
-    }
+    prefetch_early(row_place(shared.k, task.entry, position, task.kv_head), bytes);
+    prefetch_early(row_place(shared.v, task.entry, position, task.kv_head), bytes);
   }
 }
 

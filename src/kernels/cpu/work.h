@@ -37,6 +37,7 @@ struct Section {
   std::int64_t strands(const Plan& plan) const {
     return segments * plan.branches()[static_cast<std::size_t>(branch)].head_count;
   }
+  std::int64_t all_tickets(const Plan& plan) const { return tickets * plan.problem().batch * strands(plan); }
   std::int64_t groups(const Plan& plan) const { return (strands(plan) + strands_per_task - 1) / strands_per_task; }
   std::int64_t tasks(const Plan& plan) const { return blocks * plan.problem().batch * groups(plan); }
 };

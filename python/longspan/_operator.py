@@ -46,6 +46,26 @@ def _call_data(lengths: Any, key_mask: Any, alibi_slopes: Any) -> list[Any]:
     ]
 
 
+def _seed_arguments(q: Any, dropout: float, seed: Any) -> dict[str, int]:
+    """What decides which pairs are dropped: the caller's seed, for torch tensors one of torch's generator instead."""
+    if not dropout:
+        return {}
+    if _is_torch(q):
+        from .torch.operator import call_seed, seed_arguments
+
+        value, pointer = seed_arguments(q, call_seed(q, seed))
+        return {"seed": value, "seed_pointer": pointer}
+    if seed is None:
+        raise InvalidArgument(
+            f"seed is None with dropout {dropout}: give a whole number, another one for each call, and for "
+            "attention_backward that of its forward",
+            "seed",
+        )
+    if not isinstance(seed, (int, np.integer)) or not -(2**63) <= int(seed) < 2**64:
+        raise InvalidArgument(f"seed is {seed!r}: give a whole number of 64 bits", "seed")
+    return {"seed": int(seed) % 2**64}
+
+
 def _heads_first(layout: str) -> bool:
     if layout not in ("bnhd", "bhnd"):
         raise InvalidArgument(f"layout is {layout!r}: give 'bnhd' or 'bhnd'", "layout")
@@ -128,7 +148,7 @@ def attention(
     scale: float | None = None,
     output_scale: float | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: Any = None,
     lengths: Any = None,
     key_mask: Any = None,
     alibi_slopes: Any = None,
@@ -149,7 +169,7 @@ def attention(
 
     causal: a position sees itself and what comes before it. scale: factor on scores, by default 1 / sqrt(head_dim).
     output_scale: factor on the output, by default the pattern's own. dropout, seed: probability of dropping a pair, and
-    which pairs. lengths [batch]: tokens each entry has. key_mask [batch, tokens]: true where a key may be attended.
+    which pairs; for torch tensors drawn from torch's generator unless given. lengths [batch]: tokens each entry has. key_mask [batch, tokens]: true where a key may be attended.
     alibi_slopes [heads]. query_ranges: (start, count) positions of q's rows, by default 0 .. tokens.
     out, lse: arrays to fill instead of new ones. kernel: run this one or raise. deterministic: same gradient bits on
     every run of a GPU. detached_mix: gradients as torchscale has them.
@@ -173,7 +193,8 @@ def attention(
     sums = _empty_lse(q, heads_first) if return_lse and lse is None else lse
     operator.forward(
         *map(_prepared, ("q", "k", "v", "out", "lse"), (q, k, v, result, sums)),
-        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, seed, heads_first=heads_first, **_placement(q),
+        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, heads_first=heads_first,
+        **_seed_arguments(q, dropout, seed), **_placement(q),
     )  # fmt: skip
     result = _as_input(result, q) if out is None else out
     if not return_lse:
@@ -195,7 +216,7 @@ def attention_backward(
     scale: float | None = None,
     output_scale: float | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: Any = None,
     lengths: Any = None,
     key_mask: Any = None,
     alibi_slopes: Any = None,
@@ -220,6 +241,8 @@ def attention_backward(
             query_ranges=query_ranges, kernel=kernel, deterministic=deterministic, detached_mix=detached_mix,
             allow_tf32=allow_tf32, layout=layout,
         )  # fmt: skip
+    if dropout and seed is None:
+        raise InvalidArgument("seed is None with dropout: pass the seed of the forward call", "seed")
     operator = compiled(
         pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
     )
@@ -229,7 +252,7 @@ def attention_backward(
     operator.backward(
         *map(_prepared, ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"),
              (*inputs, out, lse, dout, dlse, *grads)),
-        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, seed, heads_first=_heads_first(layout),
-        **_placement(q),
+        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, heads_first=_heads_first(layout),
+        **_seed_arguments(q, dropout, seed), **_placement(q),
     )  # fmt: skip
     return tuple(_as_input(grad, x) if was is None else was for grad, was, x in zip(grads, given, inputs))

@@ -144,6 +144,20 @@ def test_same_dropout_for_the_same_seed():
     assert np.abs(one - other).max() > 1e-3
 
 
+def test_dropout_without_a_seed_is_refused_by_name():
+    q, k, v = arrays()
+    with pytest.raises(longspan.InvalidArgument, match="seed is None with dropout 0.3") as caught:
+        longspan.attention(q, k, v, dropout=0.3)
+    assert caught.value.argument == "seed"
+    for seed in (1.5, "x", 2**64):
+        with pytest.raises(longspan.InvalidArgument, match="seed is .*give a whole number"):
+            longspan.attention(q, k, v, dropout=0.3, seed=seed)
+    out, lse = longspan.attention(q, k, v, dropout=0.3, seed=2**64 - 1, return_lse=True)
+    np.testing.assert_array_equal(out, longspan.attention(q, k, v, dropout=0.3, seed=-1))
+    with pytest.raises(longspan.InvalidArgument, match="seed of the forward"):
+        longspan.attention_backward(q, k, v, out, lse, q, dropout=0.3)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -267,6 +267,27 @@ def test_dropout_is_governed_by_manual_seed_and_matches_its_rate():
     assert abs(results[0].mean().item() - 1) < 5 * (0.25 / 0.75 / 64 / 512) ** 0.5
 
 
+@pytest.mark.parametrize("filled", [False, True])
+def test_longspan_attention_draws_dropout_from_torch(filled):
+    """As longspan.torch.attention does, also into a tensor of the caller's."""
+    q, k, v = tensors(grad=False)
+    arguments = {"out": torch.empty_like(q)} if filled else {}
+
+    def run(**others):
+        return longspan.attention(q, k, v, PATTERN, dropout=0.5, **arguments, **others).clone()
+
+    torch.manual_seed(1)
+    first, second = run(), run()
+    torch.manual_seed(1)
+    torch.testing.assert_close(run(), first, rtol=0, atol=0)
+    torch.manual_seed(1)
+    torch.testing.assert_close(lt.attention(q, k, v, PATTERN, dropout=0.5), first, rtol=0, atol=0)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(run(seed=torch.tensor(7)), run(seed=7), rtol=0, atol=0)
+    with pytest.raises(longspan.InvalidArgument, match="seed"):
+        run(seed="x")
+
+
 def test_layouts_and_expanded_gradients(calls):
     query, key, value = tensors()
     flipped = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (query, key, value)]

@@ -108,7 +108,7 @@ def placement(tensor: Tensor) -> dict[str, Any]:
     return {"stream": stream, "allocate": allocate}
 
 
-def _seed_arguments(query: Tensor, seed: Tensor | None) -> tuple[int, int]:
+def seed_arguments(query: Tensor, seed: Tensor | None) -> tuple[int, int]:
     """(value, 0) where the host knows the seed; (0, address) where the GPU reads it when the kernel runs."""
     if seed is None:
         return 0, 0
@@ -165,7 +165,7 @@ def _arguments(query: Tensor, data: tuple) -> tuple:
         return ()
     seed, lengths, key_mask, alibi_slopes, query_ranges = data
     _check_capture(query, lengths)
-    return (lengths, key_mask, alibi_slopes, _pairs(query_ranges), *_seed_arguments(query, seed))
+    return (lengths, key_mask, alibi_slopes, _pairs(query_ranges), *seed_arguments(query, seed))
 
 
 # Whether something beside plain eager execution wants to see operators. Private names, so each may be missing: then
@@ -393,14 +393,17 @@ def _as_tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor | None:
     return result.to(dtype)
 
 
+def call_seed(query: Tensor, seed: Any) -> Tensor | None:
+    """A seed as the schema has it; without one a draw from torch's generator, so that torch.manual_seed governs it."""
+    if seed is None:
+        return torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device=query.device)
+    if isinstance(seed, int):  # the host hands it over by value
+        return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
+    return _as_tensor("seed", seed, torch.int64)
+
+
 def call_data(query: Tensor, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges) -> tuple:
     """The data of a call as the schema has it."""
-    if not dropout:
-        seed = None
-    elif seed is None:
-        seed = torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device=query.device)
-    elif isinstance(seed, int):
-        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)  # the host hands it over by value
     if query_ranges is not None:
         query_ranges = [number for pair in query_ranges for number in pair]
         if not all(isinstance(number, (int, torch.SymInt)) for number in query_ranges):
@@ -408,7 +411,7 @@ def call_data(query: Tensor, dropout, seed, lengths, key_mask, alibi_slopes, que
                 f"query_ranges has {query_ranges}: give pairs of whole numbers (start, count)", "query_ranges"
             )
     return (
-        _as_tensor("seed", seed, torch.int64), _as_tensor("lengths", lengths, torch.int64),
+        call_seed(query, seed) if dropout else None, _as_tensor("lengths", lengths, torch.int64),
         _as_tensor("key_mask", key_mask, torch.bool), _as_tensor("alibi_slopes", alibi_slopes, torch.float32),
         query_ranges,
     )  # fmt: skip

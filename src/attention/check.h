@@ -8,7 +8,7 @@ namespace longspan {
 /// Options that make no sense on their own.
 void check_options(const Options& options);
 
-/// Everything SEMANTICS lists under bad input for a forward call. Returns the problem it poses.
+/// Everything that docs/definition.md, section 9.1, refuses in a forward call. Returns the problem it poses.
 Problem check_forward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,
                       const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call);
 

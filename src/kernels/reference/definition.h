@@ -1,5 +1,5 @@
-// Which keys a query attends to, and the score of a pair: the definition, written as a loop over positions.
-// Deliberately independent of the strand arithmetic that the other kernels use.
+// Which keys a query attends to, and the score of a pair: docs/definition.md, written as loops over positions. Sections
+// in comments are that page's. Deliberately independent of the strand arithmetic that the other kernels use.
 #pragma once
 
 #include <cmath>
@@ -80,7 +80,9 @@ class Definition {
 
   std::int64_t heads() const { return plan.problem().heads; }
   std::int64_t head_dim() const { return plan.problem().head_dim; }
+  /// Section 1: grouped queries.
   std::int64_t kv_head(std::int64_t head) const { return head / (heads() / plan.problem().kv_heads); }
+  /// Section 5.1.
   std::int64_t length(std::int64_t entry) const { return rows_of_entry(call.lengths, entry, plan.problem().tokens); }
 
   /// Calls body(entry, head, q_row, position) for every query, in parallel over rows.
@@ -94,6 +96,7 @@ class Definition {
     });
   }
 
+  /// Section 1: rows of q are the positions of the query ranges.
   std::int64_t position_of(std::int64_t q_row) const {
     for (const RowRange& range : ranges) {
       if (q_row < range.count) return range.start + q_row;
@@ -102,12 +105,13 @@ class Definition {
     return -1;
   }
 
+  /// Section 3.2: whether the branch covers the position.
   bool takes_part(const BranchPlan& branch, std::int64_t entry, std::int64_t head, std::int64_t position) const {
     const std::int64_t rows = length(entry);
     return position < rows && branch.owns(head) && branch.active(rows) && branch.covers(head, position);
   }
 
-  /// Positions of the strand that `position` belongs to in a branch, in order: body(index, position).
+  /// Section 3.2: positions of the strand that `position` belongs to in a branch, in order: body(index, position).
   template <class Body>
   void for_each_strand_row(const BranchPlan& branch, std::int64_t entry, std::int64_t head, std::int64_t position,
                            Body&& body) const {
@@ -119,7 +123,8 @@ class Definition {
     }
   }
 
-  /// Whether the query (row `query_index` of its strand) attends to the key (row `key_index`), both positions given.
+  /// Sections 3.1 (causal), 3.5 and 5.2: whether the query (row `query_index` of its strand) attends to the key (row
+  /// `key_index`), both positions given.
   bool attends(const BranchPlan& branch, std::int64_t entry, std::int64_t head, std::int64_t query_index,
                std::int64_t query, std::int64_t key_index, std::int64_t key) const {
     if (plan.options().causal && key > query) return false;
@@ -129,7 +134,7 @@ class Definition {
     return key_allowed(call.key_mask, entry, key);
   }
 
-  /// Calls body(pair) for every key that branch `b` gives the query.
+  /// Section 4, K_b(i): calls body(pair) for every key that branch `b` gives the query.
   template <class Body>
   void for_each_key(std::size_t b, std::int64_t entry, std::int64_t head, std::int64_t position, Body&& body) const {
     const BranchPlan& branch = plan.branches()[b];
@@ -141,7 +146,7 @@ class Definition {
     });
   }
 
-  /// pad_b(i, h): zero keys with score 0 and value 0.
+  /// Section 3.4, pad_b: zero keys with score 0 and value 0.
   double padding(std::size_t b, std::int64_t entry, std::int64_t head, std::int64_t position) const {
     const BranchPlan& branch = plan.branches()[b];
     if (!branch.pad_keys || plan.options().causal || !takes_part(branch, entry, head, position)) return 0;
@@ -158,6 +163,7 @@ class Definition {
     return Row(run(entry, head, position).v, v.dtype, head_dim());
   }
 
+  /// Section 2, with the bias of 5.3.
   double score(std::int64_t entry, std::int64_t head, std::int64_t q_row, std::int64_t position,
                std::int64_t key) const {
     double value = plan.scale() * dot(Row(q, entry, q_row, head), key_row(entry, head, key), head_dim());
@@ -168,7 +174,7 @@ class Definition {
     return value;
   }
 
-  /// M: 1 without dropout, else 0 or 1 / (1 - p).
+  /// Sections 5.4 and 6, M: 1 without dropout, else 0 or 1 / (1 - p).
   double dropout_factor(std::int64_t entry, std::int64_t head, std::int64_t position, const Pair& pair) const {
     const double p = plan.options().dropout;
     if (p == 0) return 1;
@@ -190,8 +196,8 @@ class Definition {
   }
 };
 
-/// Softmax over some branches' keys of one query: log of the denominator and the weighted sum of values (without
-/// output_scale).
+/// Section 4: softmax over some branches' keys of one query, as log of the denominator and the weighted sum of values
+/// (without output_scale).
 struct RowResult {
   double lse = -INFINITY;
   std::vector<double> out;

@@ -1,4 +1,4 @@
-// Backward of the oracle: dq by queries, dk and dv by keys, each straight from the formulas under "Gradients".
+// Backward of the oracle: dq by queries, dk and dv by keys, each straight from docs/definition.md, section 6.
 //   P = exp(s - lse)   dP = c dO . v   dS = P (M dP - delta + dlse)   dq = scale dS k   dk = scale dS q   dv = P M c dO
 #include <vector>
 
@@ -49,7 +49,7 @@ class Deltas {
   std::vector<double> values_;
 };
 
-/// P M and dS of one pair.
+/// P M and dS of one pair: docs/definition.md, section 6.
 struct PairGradient {
   double weight = 0;
   double dscore = 0;

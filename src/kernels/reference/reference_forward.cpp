@@ -1,4 +1,5 @@
-// Forward of the oracle: for each row, all scores, their largest, the denominator, the weighted sum.
+// Forward of the oracle (docs/definition.md, section 4): for each row, all scores, their largest, the denominator, the
+// weighted sum.
 #include "kernels/reference/definition.h"
 #include "kernels/reference/reference.h"
 

@@ -63,23 +63,23 @@ def cpu_table() -> list[str]:
     return lines
 
 
-#: Workloads of longspan_gpu_bench: full and causal, where both are measured; the bar of the issue; what is told.
+#: Workloads of longspan_gpu_bench: full and causal, where both are measured; the unit.
 HOPPER_ROWS = [
-    ("dense 16k d64, full / causal", ("dense16k_d64", "dense16k_d64_causal"), "540 / 550", "tflops"),
-    ("dense 16k d128", ("dense16k_d128", "dense16k_d128_causal"), "720 / 730", "tflops"),
-    ("dense 16k d192", ("dense16k_d192", "dense16k_d192_causal"), "", "tflops"),
-    ("dense 16k d256", ("dense16k_d256", "dense16k_d256_causal"), "", "tflops"),
-    ("131k d64, segments 2048, 4096, 8192, dilations 1, 2, 4", ("seed131k", "seed131k_causal"), "520 / 420", "tflops"),
-    ("131k d128, segments 8192 to 65536, dilations 1 to 8", ("wide131k", "wide131k_causal"), "", "tflops"),
-    ("1M, 12 heads, dilations to 512", ("million", "million_causal"), "", "tflops"),
-    ("strands of 64 / 128 rows, full", ("strand64", "strand128"), "", "tflops"),
-    ("strands of 256 / 512 / 1,024 rows, full", ("strand256", "strand512", "strand1024"), "340 / 420 / 490", "tflops"),
+    ("dense 16k d64, full / causal", ("dense16k_d64", "dense16k_d64_causal"), "tflops"),
+    ("dense 16k d128", ("dense16k_d128", "dense16k_d128_causal"), "tflops"),
+    ("dense 16k d192", ("dense16k_d192", "dense16k_d192_causal"), "tflops"),
+    ("dense 16k d256", ("dense16k_d256", "dense16k_d256_causal"), "tflops"),
+    ("131k d64, segments 2048, 4096, 8192, dilations 1, 2, 4", ("seed131k", "seed131k_causal"), "tflops"),
+    ("131k d128, segments 8192 to 65536, dilations 1 to 8", ("wide131k", "wide131k_causal"), "tflops"),
+    ("1M, 12 heads, dilations to 512", ("million", "million_causal"), "tflops"),
+    ("strands of 64 / 128 rows, full", ("strand64", "strand128"), "tflops"),
+    ("strands of 256 / 512 / 1,024 rows, full", ("strand256", "strand512", "strand1024"), "tflops"),
     ("512 strands of 2,048 rows, dilations 1 / 2 / 4 / 8, zeros included",
-     ("dilation1", "dilation2", "dilation4", "dilation8"), "", "tflops"),
+     ("dilation1", "dilation2", "dilation4", "dilation8"), "tflops"),
     ("the same rows 1 / 4 / 16 / 64 apart as tensors that have no others: no zeros",
-     ("apart1", "apart4", "apart16", "apart64"), "0.97 of the first", "tflops"),
-    ("all heads, 3 branches, 65k d64", ("merged65k_d64",), "", "tflops"),
-    ("GigaPath, float16, 10,001 / 65,536 tokens, ms", ("slide10k", "slide65k"), "0.348 / 3.30", "ms"),
+     ("apart1", "apart4", "apart16", "apart64"), "tflops"),
+    ("all heads, 3 branches, 65k d64", ("merged65k_d64",), "tflops"),
+    ("GigaPath, float16, 10,001 / 65,536 tokens, ms", ("slide10k", "slide65k"), "ms"),
 ]  # fmt: skip
 CUDA_ROWS = [
     ("dense, 16,384 tokens, 16 heads of 64 / causal", ("dense16k_d64", "dense16k_d64_causal")),
@@ -116,11 +116,11 @@ def told(works: dict[str, dict], names: tuple[str, ...], field: str) -> str:
 
 def hopper_table() -> list[str]:
     chosen, portable = workloads("h200_hopper"), workloads("h200_cuda")
-    lines = ["| TFLOP/s, unless named | bar | burst | sustained | `cuda-mma`, burst |", "|---|---|---|---|---|"]
-    for title, names, bar, unit in HOPPER_ROWS:
+    lines = ["| TFLOP/s, unless named | burst | sustained | `cuda-mma`, burst |", "|---|---|---|---|"]
+    for title, names, unit in HOPPER_ROWS:
         if all(name in chosen for name in names):
             fields = [told(chosen, names, f"forward_burst_{unit}"), told(chosen, names, f"forward_{unit}")]
-            lines.append(f"| {title} | {bar} | {' | '.join(fields)} | {told(portable, names, f'forward_burst_{unit}')} |")
+            lines.append(f"| {title} | {' | '.join(fields)} | {told(portable, names, f'forward_burst_{unit}')} |")
     return lines
 
 
@@ -133,19 +133,19 @@ def profile_table() -> list[str]:
     return lines
 
 
-#: Backwards: full and causal, the bar of the issue.
+#: Backwards: full and causal.
 BACKWARD_ROWS = [
-    ("dense 16k d64", "dense16k_d64", "550 / 550"),
-    ("dense 16k d128", "dense16k_d128", "610 / 600"),
-    ("dense 16k d192", "dense16k_d192", ""),
-    ("dense 16k d256", "dense16k_d256", ""),
-    ("dilated 8k d64, segments 2048, 4096, 8192, dilations 1, 2, 4", "seed8k", ""),
-    ("the same, 32k", "seed32k", ""),
-    ("the same, 131k", "seed131k", ""),
-    ("1M, 12 heads, dilations to 512", "million", ""),
-    ("131k d128, segments 8192 to 65536, dilations 1 to 8", "wide131k", ""),
-    ("GigaPath shape, float16, N = 10,001", "slide10k", ""),
-    ("the same, 65,536", "slide65k", ""),
+    ("dense 16k d64", "dense16k_d64"),
+    ("dense 16k d128", "dense16k_d128"),
+    ("dense 16k d192", "dense16k_d192"),
+    ("dense 16k d256", "dense16k_d256"),
+    ("dilated 8k d64, segments 2048, 4096, 8192, dilations 1, 2, 4", "seed8k"),
+    ("the same, 32k", "seed32k"),
+    ("the same, 131k", "seed131k"),
+    ("1M, 12 heads, dilations to 512", "million"),
+    ("131k d128, segments 8192 to 65536, dilations 1 to 8", "wide131k"),
+    ("GigaPath shape, float16, N = 10,001", "slide10k"),
+    ("the same, 65,536", "slide65k"),
 ]
 
 
@@ -154,17 +154,17 @@ def backward_table() -> list[str]:
     works = workloads("h200_hopper_backward")
     portable = workloads("h200_cuda") | {work["workload"]: work for work in report["portable"]}
     lines = [
-        "| backward, full / causal | bar | TFLOP/s, burst | sustained | ms, burst | `cuda-mma`, TFLOP/s, burst | `deterministic` costs, burst |",
-        "|---|---|---|---|---|---|---|",
+        "| backward, full / causal | TFLOP/s, burst | sustained | ms, burst | `cuda-mma`, TFLOP/s, burst | `deterministic` costs, burst |",
+        "|---|---|---|---|---|---|",
     ]
-    for title, name, bar in BACKWARD_ROWS:
+    for title, name in BACKWARD_ROWS:
         names = tuple(n for n in (name, f"{name}_causal") if n in works)
         if not names:
             continue
         costs = [report["deterministic_cost"][n]["burst"] for n in names if n in report["deterministic_cost"]]
         fields = [told(works, names, f"backward_{field}") for field in ("burst_tflops", "tflops", "burst_ms")]
         fields += [told(portable, names, "backward_burst_tflops"), " / ".join(f"{cost:.2f}x" for cost in costs)]
-        lines.append(f"| {title} | {bar} | {' | '.join(fields)} |")
+        lines.append(f"| {title} | {' | '.join(fields)} |")
     return lines
 
 
@@ -256,11 +256,10 @@ def lm_table() -> list[str]:
 
 PAGES = {
     "README.md": {"gpu": gpu_table, "cpu": cpu_table},
-    "docs/hopper.md": {"hopper": hopper_table, "profile": profile_table, "peers": peers_table},
-    "docs/hopper_backward.md": {
-        "backward": backward_table, "profile": backward_profile_table, "errors": errors_table,
+    "docs/performance.md": {
+        "peers": peers_table, "hopper": hopper_table, "profile": profile_table, "backward": backward_table,
+        "backward profile": backward_profile_table, "cuda": cuda_table, "errors": errors_table,
     },
-    "docs/cuda_engine.md": {"cuda": cuda_table},
     "docs/longnet.md": {"lm": lm_table},
 }
 

@@ -119,21 +119,25 @@ TEST_P(KnownBugs, PaddedEntryEqualsTheEntryRunAlone) {
     both.lengths = {50, 27};
     const Results padded = both.run(GetParam());
     Case alone(pattern, options, {1, 27, 4, 4, 8});
-    for (auto [target, source] :
-         {std::pair{&alone.q, &both.q}, {&alone.k, &both.k}, {&alone.v, &both.v}, {&alone.dout, &both.dout}}) {
-      target->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
-        target->set(0, row, head, d, source->at(1, row, head, d));
+    const auto copy_second_entry = [](auto& target, const auto& source) {
+      target.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
+        target.set(0, row, head, d, source.at(1, row, head, d));
       });
-    }
+    };
+    copy_second_entry(alone.q, both.q);
+    copy_second_entry(alone.k, both.k);
+    copy_second_entry(alone.v, both.v);
+    copy_second_entry(alone.dout, both.dout);
     const Results single = alone.run(GetParam());
-    for (auto [one, of_two] : {std::pair{&single.out, &padded.out},
-                               {&single.dq, &padded.dq},
-                               {&single.dk, &padded.dk},
-                               {&single.dv, &padded.dv}}) {
-      one->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
-        EXPECT_NEAR(one->at(0, row, head, d), of_two->at(1, row, head, d), 1e-5);
+    const auto expect_second_entry = [](const auto& one, const auto& of_two) {
+      one.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
+        EXPECT_NEAR(one.at(0, row, head, d), of_two.at(1, row, head, d), 1e-5);
       });
-    }
+    };
+    expect_second_entry(single.out, padded.out);
+    expect_second_entry(single.dq, padded.dq);
+    expect_second_entry(single.dk, padded.dk);
+    expect_second_entry(single.dv, padded.dv);
     for (std::int64_t row = 27; row < 50; ++row) EXPECT_EQ(padded.out.at(1, row, 0, 0), 0);
   }
 }
@@ -150,11 +154,13 @@ TEST_P(KnownBugs, DecodingEqualsTheFullForward) {  // wrong in torchscale once l
     step.q.for_each([&](std::int64_t, std::int64_t, std::int64_t head, std::int64_t d) {
       step.q.set(0, 0, head, d, whole.q.at(0, position, head, d));
     });
-    for (auto [target, source] : {std::pair{&step.k, &whole.k}, {&step.v, &whole.v}}) {
-      target->for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
-        target->set(0, row, head, d, source->at(0, row, head, d));
+    const auto copy_first_rows = [](auto& target, const auto& source) {
+      target.for_each([&](std::int64_t, std::int64_t row, std::int64_t head, std::int64_t d) {
+        target.set(0, row, head, d, source.at(0, row, head, d));
       });
-    }
+    };
+    copy_first_rows(step.k, whole.k);
+    copy_first_rows(step.v, whole.v);
     const Results one = step.run(GetParam(), false);
     one.out.for_each([&](std::int64_t, std::int64_t, std::int64_t head, std::int64_t d) {
       EXPECT_NEAR(one.out.at(0, 0, head, d), full.out.at(0, position, head, d), 1e-6);

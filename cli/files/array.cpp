@@ -30,7 +30,7 @@ std::shared_ptr<const void> aligned_copy(std::span<const std::byte> bytes) {
   constexpr std::align_val_t kAlignment{64};
   void* memory = ::operator new(bytes.size(), kAlignment);
   std::memcpy(memory, bytes.data(), bytes.size());
-  return {memory, [kAlignment](const void* pointer) { ::operator delete(const_cast<void*>(pointer), kAlignment); }};
+  return {memory, [](const void* pointer) { ::operator delete(const_cast<void*>(pointer), kAlignment); }};
 }
 
 }  // namespace

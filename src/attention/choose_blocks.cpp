@@ -124,7 +124,8 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
     const std::int64_t block_row = row % blocks, head = row / blocks % heads, entry = row / blocks / heads;
     const std::int64_t count = candidates(entry, block_row);
     if (count == 0) return;
-    auto& [scores, order] = scratch[static_cast<std::size_t>(worker)];
+    std::vector<float>& scores = scratch[static_cast<std::size_t>(worker)].scores;
+    std::vector<std::int32_t>& order = scratch[static_cast<std::size_t>(worker)].order;
     const float* const query = query_means.at(entry, head, block_row);
     for (std::int64_t column = 0; column < count; ++column) {
       scores[static_cast<std::size_t>(column)] = plain::dot<float>(

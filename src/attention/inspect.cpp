@@ -198,11 +198,14 @@ AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorVi
   const std::int64_t size = block_size, blocks = (k.rows() + size - 1) / size;
 
   // Query rows of each block row: a list, since ranges may come in any order.
-  std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> members(static_cast<std::size_t>(blocks));
+  struct QueryRow {
+    std::int64_t row, position;
+  };
+  std::vector<std::vector<QueryRow>> members(static_cast<std::size_t>(blocks));
   PositionCursor cursor(ranges, 0);
   for (std::int64_t row = 0; row < rows; ++row) {
     const std::int64_t position = cursor.next();
-    members[static_cast<std::size_t>(position / size)].emplace_back(row, position);
+    members[static_cast<std::size_t>(position / size)].push_back({row, position});
   }
   const ForwardArguments arguments{plan,        call, ranges, queries.view(), keys.view(),
                                    keys.view(), {},   {},     threads,        nullptr};
@@ -214,7 +217,8 @@ AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorVi
     const std::int64_t block_row = item % blocks, head = item / blocks % heads, entry = item / blocks / heads;
     auto& place = places[static_cast<std::size_t>(worker)];
     BlockRowValues& target = made[static_cast<std::size_t>(item)];
-    for (const auto& [row, position] : members[static_cast<std::size_t>(block_row)]) {
+    for (const QueryRow& member : members[static_cast<std::size_t>(block_row)]) {
+      const std::int64_t row = member.row, position = member.position;
       const float base = *lse_view.at<float>(entry, row, head);
       if (base == -std::numeric_limits<float>::infinity()) continue;
       const float* const query = queries.view().at<float>(entry, row, head);

@@ -20,8 +20,8 @@ class DeviceLease {
 
  private:
   std::byte* data_ = nullptr;
-  void* stream_ = nullptr;
-  int device_ = 0;
+  [[maybe_unused]] void* stream_ = nullptr;  // builds without CUDA have no use for these two
+  [[maybe_unused]] int device_ = 0;
 };
 
 }  // namespace longspan

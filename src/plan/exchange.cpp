@@ -117,7 +117,8 @@ std::int64_t gathered_pairs(const Plan& plan, const Shards& shards, int rank) {
     for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
       strands.insert({head / group, branch.phase(head)});
     }
-    for (const auto& [kv_head, phase] : strands) {
+    for (const auto& strand : strands) {
+      const std::int64_t phase = strand.second;
       // Rows of [0, end) with this phase: whole segments, and what is left.
       const auto rows_before = [&](std::int64_t end) {
         const std::int64_t size = std::min(branch.segment, problem.tokens);

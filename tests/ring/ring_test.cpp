@@ -126,16 +126,18 @@ TEST(LocalRing, ErrorIsFlatInRingSize) {
   const reference::Expectation want = c.expected();
   const auto error_of = [&](const Results& results) {
     std::vector<double> errors;
-    const std::pair<const Tensor*, const reference::ExpectedTensor*> outputs[] = {
-        {&results.out, &want.out}, {&results.dq, &want.dq}, {&results.dk, &want.dk}, {&results.dv, &want.dv}};
-    for (const auto& [tensor, expected] : outputs) {
+    const auto add_error = [&](const Tensor& tensor, const reference::ExpectedTensor& expected) {
       double sum = 0;
       std::size_t element = 0;
-      tensor->for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t column) {
-        sum += std::pow(tensor->at(b, row, head, column) - expected->value[element++], 2);
+      tensor.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t column) {
+        sum += std::pow(tensor.at(b, row, head, column) - expected.value[element++], 2);
       });
       errors.push_back(std::sqrt(sum / static_cast<double>(element)));
-    }
+    };
+    add_error(results.out, want.out);
+    add_error(results.dq, want.dq);
+    add_error(results.dk, want.dk);
+    add_error(results.dv, want.dv);
     return errors;
   };
   const std::vector<double> one = error_of(c.run());

@@ -5,6 +5,7 @@
 
 #include "command.h"
 #include "console.h"
+#include "files/names.h"
 #include "files/output.h"
 #include "gpu/gpu.h"
 #include "interrupt.h"
@@ -14,6 +15,7 @@
 #include "machine.h"
 #include "problem_options.h"
 #include "tensor.h"
+#include "text.h"
 
 namespace longspan::cli {
 namespace {
@@ -114,24 +116,21 @@ void check_shape_options(const AttendCommand& command, const ProblemChoice& choi
   check("head-dim", choice.head_dim, q.view.columns(), "q");
 }
 
-/// An output that replaced an input would destroy what the result came from.
-void check_output_is_no_input(const AttendCommand& command) {
-  for (const std::string& output : {command.out, command.lse}) {
-    if (output.empty()) continue;
-    for (const std::string& input :
-         {command.q, command.k, command.v, command.lengths, command.key_mask, command.alibi}) {
-      if (!input.empty() && same_file(parse_location(output).path, parse_location(input).path)) {
-        throw InvalidArgument("out", fmt::format("output '{}' would replace the input file '{}': choose another name",
-                                                 output, parse_location(input).path));
-      }
-    }
-  }
+/// Everything about the files' names that could go wrong, before any of them is opened.
+void check_names(const AttendCommand& command) {
+  const std::vector<NamedFile> outputs = {array_file("out", command.out), array_file("lse", command.lse)};
+  for (const NamedFile& output : outputs) check_ending(output, {".npy", ".safetensors"});
+  check_outputs(outputs,
+                {array_file("q", command.q), array_file("k", command.k), array_file("v", command.v),
+                 array_file("lengths", command.lengths), array_file("key-mask", command.key_mask),
+                 array_file("alibi-slopes", command.alibi), array_file("mask", command.problem.mask_file())},
+                command.json);
 }
 
 int run(const AttendCommand& command) {
+  check_names(command);
   const ProblemChoice choice = command.problem.resolve();
   require_device(choice.device);
-  check_output_is_no_input(command);
   Input q = read_rows("q", command.q, command, choice);
   Input k = read_rows("k", command.k, command, choice);
   Input v = read_rows("v", command.v, command, choice);
@@ -218,8 +217,8 @@ int run(const AttendCommand& command) {
     if (lse) json["lse"] = command.lse;
     print_json(json);
   } else {
-    print("{}: {} {} in {} with kernel {}\n", command.out, name_of(dtype), shape_text(q.array), short_duration(seconds),
-          kernel);
+    print("{}: {} {} in {} with kernel {}\n", printable(command.out), name_of(dtype), shape_text(q.array),
+          short_duration(seconds), kernel);
   }
   return kSuccess;
 }
@@ -233,11 +232,13 @@ Command add_attend(CLI::App& app) {
       "may be left\n"
       "out. Files are `file.npy` or `file.safetensors#name`; inputs are memory-mapped, an output replaces an existing "
       "file only\n"
-      "when complete. bfloat16 in .npy: ml_dtypes' two-byte void, or uint16 with --dtype bf16.\n"
-      "Example: longspan attend --q q.npy --k k.npy --v v.npy --out out.npy --lse lse.npy --causal");
+      "when complete; `--out -` writes .npy to standard output. Without a pattern attention is dense.\n"
+      "bfloat16 in .npy: ml_dtypes' two-byte void, or uint16 with --dtype bf16.\n"
+      "Examples: longspan attend --q q.npy --k k.npy --v v.npy --out out.npy --lse lse.npy --causal\n"
+      "          longspan attend --q q.npy --k k.npy --v v.npy --out out.npy --segments 2048,4096 --dilations 1,2");
   const auto command = std::make_shared<AttendCommand>();
   const auto file = [&](const char* name, std::string& target, const char* meaning) {
-    return parser->add_option(name, target, meaning)->group("Files")->type_name("FILE");
+    return add_file_option(*parser, name, target, meaning)->group("Files");
   };
   file("--q", command->q, "Queries")->required();
   file("--k", command->k, "Keys")->required();
@@ -250,7 +251,7 @@ Command add_attend(CLI::App& app) {
   parser->add_option("--query-ranges", command->query_ranges, "Positions of q's rows (default: all of them)")
       ->group("Files")
       ->type_name("START:COUNT,...");
-  command->problem.add_to(*parser);
+  command->problem.add_to(*parser, DefaultPattern::dense);
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};
 }

@@ -6,6 +6,7 @@
 
 #include "command.h"
 #include "console.h"
+#include "files/names.h"
 #include "files/output.h"
 #include "gpu/gpu.h"
 #include "interrupt.h"
@@ -22,6 +23,7 @@
 #include "ring/rank_run.h"
 #include "ring/ranks.h"
 #include "tensor.h"
+#include "text.h"
 #include "verify.h"
 
 namespace longspan::cli {
@@ -210,7 +212,7 @@ void print_report(const Report& report, const RingDemo& ring, const std::string&
                                        short_bytes(static_cast<double>(most)),
                                        short_bytes(static_cast<double>(ring.naive_bytes))))
                     : bad("a ring of ranks gives OTHER bits than one device"));
-  if (!path.empty()) print("report: {}\n", path);
+  if (!path.empty()) print("report: {}\n", printable(path));
 }
 
 std::string repeat_command(const ProblemChoice& choice, const Problem& problem, bool with_device) {
@@ -308,6 +310,9 @@ ReportRun run_on(Device device, const Attention& attention, const Plan& host_pla
 }
 
 int run(const DemoCommand& command) {
+  const NamedFile out = text_file("out", command.out);
+  check_ending(out, {".html", ".htm"});
+  check_outputs({out}, {array_file("mask", command.problem.mask_file())}, command.json);
   ProblemChoice choice = command.problem.resolve();
   require_device(choice.device);
   if (choice.tokens == 0 || choice.batch == 0)
@@ -357,7 +362,7 @@ Command add_demo(CLI::App& app) {
       "Example: longspan demo --tokens 64K --out report.html");
   const auto command = std::make_shared<DemoCommand>();
   command->problem.add_to(*parser);
-  parser->add_option("--out", command->out, "Write a self-contained HTML report")->type_name("FILE");
+  add_file_option(*parser, "--out", command->out, "Write a self-contained HTML report", "FILE.html");
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};
 }

@@ -5,6 +5,7 @@
 
 #include "command.h"
 #include "console.h"
+#include "files/names.h"
 #include "files/output.h"
 #include "interrupt.h"
 #include "longspan/error.h"
@@ -12,6 +13,7 @@
 #include "ring/mapped_output.h"
 #include "ring/rank_run.h"
 #include "ring/ranks.h"
+#include "text.h"
 
 namespace longspan::cli {
 namespace {
@@ -166,13 +168,31 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
                                     : "verified: equal to one device up to rounding (rounds)")
                         : bad("NOT verified: results differ from one device"));
     }
-    if (!settings.out.empty()) print("out: {}\n", settings.out);
+    if (!command.out.empty()) print("out: {}\n", printable(command.out));
   }
   return verified ? kSuccess : kOverTolerance;
 }
 
+void check_names(const RingCommand& command) {
+  const NamedFile out = array_file("out", command.out), trace = text_file("trace", command.trace);
+  check_ending(out, {".npy"});
+  check_ending(trace, {".json"});
+  if (!command.out.empty() && (is_special(command.out) || is_standard_output(command.out))) {
+    throw InvalidArgument(
+        "out",
+        fmt::format("--out '{}': ranks write together to .npy files only, not to pipes or devices", command.out));
+  }
+  check_outputs({out, trace},
+                {array_file("q", command.q), array_file("k", command.k), array_file("v", command.v),
+                 array_file("mask", command.problem.mask_file())},
+                command.json);
+}
+
 int run(const RingCommand& command) {
-  const ProblemChoice choice = command.problem.resolve();
+  check_names(command);
+  ProblemChoice choice = command.problem.resolve();
+  // Over somebody's arrays the ring computes what attend computes; over random numbers, what the demo shows.
+  if (!command.q.empty() && !command.problem.pattern_given()) choice.pattern = Pattern::dense();
   std::shared_ptr<Communicator> mpi;
   if (command.ranks == 0) {
     if (!under_mpi())
@@ -191,7 +211,7 @@ int run(const RingCommand& command) {
   if (command.repeat < 1)
     throw InvalidArgument("repeat", fmt::format("--repeat is {}: give at least 1", command.repeat));
   settings.repeat = command.repeat;
-  settings.out = command.out;
+  if (!command.out.empty()) settings.out = final_target(command.out);
   if (!(command.deadline > 0 && command.deadline < 1e6))
     throw InvalidArgument("deadline", fmt::format("--deadline is {}: give seconds above 0", command.deadline));
   settings.ring.deadline = std::chrono::milliseconds(static_cast<std::int64_t>(command.deadline * 1000));
@@ -203,14 +223,6 @@ int run(const RingCommand& command) {
   else if (command.shards == "zigzag") settings.shards = Shards::zigzag(inputs.problem.tokens, count);
   else throw InvalidArgument("shards", fmt::format("--shards is '{}': give even or zigzag", command.shards));
   if (!settings.out.empty()) {
-    if (parse_location(settings.out).safetensors)
-      throw InvalidArgument("out", fmt::format("--out '{}': ranks write together to .npy files only", settings.out));
-    for (const std::string& input : {command.q, command.k, command.v}) {
-      if (!input.empty() && same_file(settings.out, parse_location(input).path)) {
-        throw InvalidArgument("out", fmt::format("output '{}' would replace the input file '{}': choose another name",
-                                                 settings.out, input));
-      }
-    }
     const Problem& p = inputs.problem;
     settings.out_shape = inputs.files[0]                 ? inputs.files[0]->header.shape
                          : inputs.layout == Layout::bnhd ? std::vector{p.batch, p.tokens, p.heads, p.head_dim}
@@ -252,7 +264,9 @@ Command add_ring(CLI::App& app) {
       "reads and\n"
       "writes its own rows only. Bytes moved are counted and compared with the plan; --verify compares the result with "
       "one\n"
-      "device (which then holds the whole sequence) and exits with 1 if they differ.\n"
+      "device (which then holds the whole sequence) and exits with 1 if they differ. With --q, --k and --v and without "
+      "a\n"
+      "pattern attention is dense, as in attend.\n"
       "Example: longspan ring --ranks 4 --tokens 128K --segments 2K,32K,128K --dilations 1,16,64 --verify\n"
       "         mpirun -n 4 longspan ring --tokens 1M --segments 2K,1M --dilations 1,512 --json");
   const auto command = std::make_shared<RingCommand>();
@@ -267,7 +281,7 @@ Command add_ring(CLI::App& app) {
       ->type_name("BYTES");
   parser->add_option("--repeat", command->repeat, "Runs; times are medians")->type_name("COUNT");
   const auto file = [&](const char* name, std::string& target, const char* meaning) {
-    parser->add_option(name, target, meaning)->group("Files")->type_name("FILE");
+    add_file_option(*parser, name, target, meaning)->group("Files");
   };
   file("--q", command->q, "Queries (default: random numbers by --seed)");
   file("--k", command->k, "Keys");

@@ -3,11 +3,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <initializer_list>
 #include <memory>
 
 #include "command.h"
 #include "console.h"
+#include "files/names.h"
 #include "files/output.h"
 #include "json.h"
 #include "longspan/error.h"
@@ -38,19 +38,15 @@ const BlockMask& only_mask(const Plan& plan) {
       "--mask-out: the pattern has no block mask that is known without data; use a block pattern such as bigbird");
 }
 
-/// Names say what is in a file: a mask is an array, a drawing is SVG.
-void check_name(std::string_view option, const std::string& name, std::initializer_list<std::string_view> endings) {
-  const std::string_view path = std::string_view(name).substr(0, name.rfind('#'));
-  const bool known =
-      std::any_of(endings.begin(), endings.end(), [&](std::string_view ending) { return path.ends_with(ending); });
-  if (name.empty() || known || name.starts_with("/dev/")) return;
-  throw InvalidArgument(std::string(option), fmt::format("--{} '{}': give a file that ends in {}", option, name,
-                                                         fmt::join(endings, " or ")));
+void check_names(const ShowCommand& command) {
+  const NamedFile svg = text_file("svg", command.svg), mask = array_file("mask-out", command.mask);
+  check_ending(svg, {".svg"});
+  check_ending(mask, {".npy", ".safetensors"});
+  check_outputs({svg, mask}, {array_file("mask", command.problem.mask_file())}, command.json);
 }
 
 int run(const ShowCommand& command) {
-  check_name("svg", command.svg, {".svg"});
-  check_name("mask-out", command.mask, {".npy", ".safetensors"});
+  check_names(command);
   const ProblemChoice choice = command.problem.resolve();
   const auto plan = Attention(choice.pattern, choice.options).plan(choice.problem(kDefaultTokens));
   const Problem& problem = plan->problem();
@@ -122,9 +118,9 @@ Command add_show(CLI::App& app) {
   command->problem.add_to(*parser);
   parser->add_option("--head", command->head, "Head to draw (default: 0)")->type_name("HEAD");
   parser->add_option("--cells", command->cells, "Most cells a side (default: 48)")->type_name("COUNT");
-  parser->add_option("--svg", command->svg, "Write a drawing")->type_name("FILE.svg");
-  parser->add_option("--mask-out", command->mask, "Write the block mask, bool [heads, blocks, blocks]")
-      ->type_name("FILE.npy");
+  add_file_option(*parser, "--svg", command->svg, "Write a drawing", "FILE.svg");
+  add_file_option(*parser, "--mask-out", command->mask, "Write the block mask, bool [heads, blocks, blocks]",
+                  "FILE.npy");
   parser->add_flag("--ascii", command->ascii, "Letters instead of block elements");
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};

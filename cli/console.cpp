@@ -12,10 +12,17 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "interrupt.h"
 #include "longspan/error.h"
+#include "text.h"
 
 namespace longspan::cli {
 namespace {
+
+constexpr std::size_t kBufferBytes = 1 << 16;
+
+int text_descriptor = STDOUT_FILENO;
+std::string unwritten;
 
 [[noreturn]] void throw_output_error(int error) {
   throw IoError(fmt::format("cannot write to standard output: {}", std::strerror(error)));
@@ -34,19 +41,6 @@ std::string colour(std::string_view code, std::string_view text) {
   return wanted ? fmt::format("\x1b[{}m{}\x1b[0m", code, text) : std::string(text);
 }
 
-/// Characters a cell takes on screen: colour codes and UTF-8 continuation bytes take none.
-std::size_t visible_width(std::string_view text) {
-  std::size_t width = 0;
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    if (text[i] == '\x1b') {
-      while (i < text.size() && text[i] != 'm') ++i;
-    } else if ((static_cast<unsigned char>(text[i]) & 0xC0u) != 0x80u) {
-      ++width;
-    }
-  }
-  return width;
-}
-
 std::string scaled(double value, double base, const std::array<const char*, 7>& units) {
   std::size_t unit = 0;
   while (std::abs(value) >= base && unit + 1 < units.size()) {
@@ -61,16 +55,30 @@ std::string scaled(double value, double base, const std::array<const char*, 7>& 
 }  // namespace
 
 void print_text(std::string_view text) {
-  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size()) throw_output_error(errno);
+  unwritten += text;
+  if (unwritten.size() >= kBufferBytes || isatty(text_descriptor) == 1) finish_output();
 }
 
+void send_text_to_stderr() { text_descriptor = STDERR_FILENO; }
+
+// Not stdio: it begins a write again that a signal broke off, and Ctrl-C would wait for whoever does not read.
 void finish_output() {
-  if (std::fflush(stdout) != 0) throw_output_error(errno);
-  if (std::ferror(stdout) != 0) throw_output_error(EIO);
+  std::size_t written = 0;
+  while (written < unwritten.size()) {
+    stop_if_interrupted();
+    const ssize_t bytes = write(text_descriptor, unwritten.data() + written, unwritten.size() - written);
+    if (bytes < 0 && errno == EINTR) continue;
+    if (bytes < 0) {
+      unwritten.clear();
+      throw_output_error(errno);
+    }
+    written += static_cast<std::size_t>(bytes);
+  }
+  unwritten.clear();
 }
 
 void note_text(std::string_view text) {
-  const std::string line = fmt::format("{}\n", text);
+  const std::string line = printable(text) + '\n';
   std::fwrite(line.data(), 1, line.size(), stderr);  // nobody is left to tell if stderr is closed
 }
 

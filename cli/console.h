@@ -16,10 +16,12 @@ template <class... Args>
 void print(fmt::format_string<Args...> format, Args&&... args) {
   print_text(fmt::format(format, std::forward<Args>(args)...));
 }
-/// Flushes stdout; throws IoError if anything written since the start was lost.
+/// From now on text goes to stderr: stdout is where an array or a drawing goes.
+void send_text_to_stderr();
+/// Writes what print_text still holds; throws IoError.
 void finish_output();
 
-/// One line on stderr.
+/// One line on stderr. Messages quote files and arguments, so everything that is not printable is escaped.
 void note_text(std::string_view text);
 template <class... Args>
 void note(fmt::format_string<Args...> format, Args&&... args) {

@@ -5,7 +5,8 @@
 
 namespace longspan::cli {
 
-void print_json(const Json& value) { print_text(value.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"); }
+// Non-ASCII is escaped, as Python does it: a file's name may hold characters that a terminal takes for commands.
+void print_json(const Json& value) { print_text(value.dump(2, ' ', true, Json::error_handler_t::replace) + "\n"); }
 
 Json describe(const Problem& problem) {
   return {{"tokens", problem.tokens},           {"batch", problem.batch},       {"heads", problem.heads},

@@ -102,6 +102,9 @@ int main(int count, char** values) {
     return run(count, values);
   } catch (const std::exception& error) {
     const auto [code, message] = describe(error);
+    try {
+      finish_output();  // what was said before the error
+    } catch (const std::exception&) {}
     note("longspan: {}", message);
     return code;
   }

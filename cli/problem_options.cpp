@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <limits>
 
@@ -110,8 +111,16 @@ Problem ProblemChoice::problem(std::int64_t default_tokens) const {
   return shape;
 }
 
-void ProblemOptions::add_to(CLI::App& command) {
+CLI::Option* add_file_option(CLI::App& command, const std::string& flag, std::string& target,
+                             const std::string& meaning, const std::string& type) {
+  return command.add_option(flag, target, meaning)->type_name(type)->check([](const std::string& name) {
+    return std::string(name.empty() ? "give a file name" : "");
+  });
+}
+
+void ProblemOptions::add_to(CLI::App& command, DefaultPattern pattern) {
   command_ = &command;
+  default_pattern_ = pattern;
   const std::string group = "Problem";
   const auto add = [&](const char* flags, std::string& target, const char* type, const std::string& meaning) {
     const std::string text = target.empty() ? meaning : fmt::format("{} (default: {})", meaning, target);
@@ -126,14 +135,21 @@ void ProblemOptions::add_to(CLI::App& command) {
   add("--kv-heads", kv_heads_, "SIZE", "Key/value heads, a divisor of --heads (default: --heads)");
   add("--head-dim", head_dim_, "SIZE", "Numbers per head, 1 to 256");
   add("--dtype", dtype_, "TYPE", "Storage type: f32, bf16 or f16");
-  add("--segments", segments_, "A,B,C", "Segment length of each branch");
+  std::string branches;
+  if (pattern == DefaultPattern::dense) {
+    segments_.clear();
+    dilations_.clear();
+    branches = "; without a pattern attention is dense";
+  }
+  add("--segments", segments_, "A,B,C", "Segment length of each branch" + branches);
   add("--dilations", dilations_, "A,B,C", "Dilation of each branch");
   add("--assign", assign_, "groups|all", "groups: branches share the heads out; all: every branch has all heads");
   add("--phase", phase_, "RULE", "Phase rule of --assign all: paper or torchscale");
   add_flag("--pad-keys", pad_keys_, "Attend to zero padding as torchscale does");
   add("--pattern", pattern_, "TEXT",
       "The whole pattern as text instead: 'dense', 'longnet 2048/1 4096/2', 'bigbird', 'local_window(512)', ...");
-  add("--mask", mask_, "FILE", "A block mask instead: bool [blocks, blocks] or [heads, blocks, blocks]");
+  add_file_option(command, "--mask", mask_, "A block mask instead: bool [blocks, blocks] or [heads, blocks, blocks]")
+      ->group(group);
   add("--block-size", block_size_, "SIZE", "Tokens per block of --mask: 16, 32, 64 or 128");
   add_flag("--causal", causal_, "Positions see themselves and earlier ones only");
   add("--dropout", dropout_, "P", "Probability of dropping a pair, in [0, 1)");
@@ -146,6 +162,46 @@ void ProblemOptions::add_to(CLI::App& command) {
 }
 
 bool ProblemOptions::given(const std::string& name) const { return command_->count("--" + name) > 0; }
+
+bool ProblemOptions::pattern_given() const {
+  constexpr std::array kNames = {"segments", "dilations", "assign", "phase", "pad-keys", "pattern", "mask"};
+  return std::any_of(kNames.begin(), kNames.end(), [&](const char* name) { return given(name); });
+}
+
+Pattern ProblemOptions::resolve_pattern() const {
+  const bool groups = choose<bool>("assign", assign_, {{"groups", true}, {"all", false}});
+  const auto phase =
+      choose<PhaseRule>("phase", phase_, {{"paper", PhaseRule::paper}, {"torchscale", PhaseRule::torchscale}});
+  if (given("block-size") && !given("mask"))
+    refuse("block-size", block_size_, "it belongs to --mask; patterns say block=");
+  if (given("pattern") || given("mask")) {
+    const auto& [name, value] = given("pattern") ? std::pair{"pattern", pattern_} : std::pair{"mask", mask_};
+    for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "mask"}) {
+      if (part != std::string_view(name) && given(part))
+        refuse(name, value, fmt::format("it says everything, leave --{} out", part));
+    }
+    return given("pattern")
+               ? Pattern::parse(pattern_)
+               : read_mask(mask_, parse_size_in("block-size", block_size_, 16, 128, "use 16, 32, 64 or 128"));
+  }
+  if (default_pattern_ == DefaultPattern::dense) {
+    if (!pattern_given()) return Pattern::dense();
+    if (!given("segments") || !given("dilations")) {
+      const char* const missing = given("segments") ? "dilations" : "segments";
+      throw InvalidArgument(missing,
+                            "a dilated pattern needs --segments and --dilations: give both, such as "
+                            "--segments 2048,4096 --dilations 1,2, or no option of the pattern for dense "
+                            "attention");
+    }
+  }
+  const auto segments = parse_sizes("segments", segments_);
+  const auto dilations = parse_sizes("dilations", dilations_);
+  const Pattern pattern = groups ? Pattern::dilated(segments, dilations) : Pattern::longnet(segments, dilations, phase);
+  if (groups && given("phase")) {
+    refuse("phase", phase_, "phase rules belong to --assign all; head groups always use the branch's index");
+  }
+  return pad_keys_ ? pattern.with_pad_keys() : pattern;
+}
 
 ProblemChoice ProblemOptions::resolve() const {
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
@@ -166,30 +222,7 @@ ProblemChoice ProblemOptions::resolve() const {
   choice.device = parse_device(device_);
   choice.seed = parse_number<std::uint64_t>("seed", seed_, "give a whole number from 0 to 2^64 - 1");
 
-  const bool groups = choose<bool>("assign", assign_, {{"groups", true}, {"all", false}});
-  const auto phase =
-      choose<PhaseRule>("phase", phase_, {{"paper", PhaseRule::paper}, {"torchscale", PhaseRule::torchscale}});
-  if (given("block-size") && !given("mask"))
-    refuse("block-size", block_size_, "it belongs to --mask; patterns say block=");
-  if (given("pattern") || given("mask")) {
-    const auto& [name, value] = given("pattern") ? std::pair{"pattern", pattern_} : std::pair{"mask", mask_};
-    for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "mask"}) {
-      if (part != std::string_view(name) && given(part))
-        refuse(name, value, fmt::format("it says everything, leave --{} out", part));
-    }
-    choice.pattern = given("pattern")
-                         ? Pattern::parse(pattern_)
-                         : read_mask(mask_, parse_size_in("block-size", block_size_, 16, 128, "use 16, 32, 64 or 128"));
-  } else {
-    const auto segments = parse_sizes("segments", segments_);
-    const auto dilations = parse_sizes("dilations", dilations_);
-    choice.pattern = groups ? Pattern::dilated(segments, dilations) : Pattern::longnet(segments, dilations, phase);
-    if (groups && given("phase")) {
-      refuse("phase", phase_, "phase rules belong to --assign all; head groups always use the branch's index");
-    }
-    if (pad_keys_) choice.pattern = choice.pattern.with_pad_keys();
-  }
-
+  choice.pattern = resolve_pattern();
   choice.options.causal = causal_;
   choice.options.dropout = parse_number<double>("dropout", dropout_, "give a probability in [0, 1), such as 0.1");
   if (!(choice.options.dropout >= 0 && choice.options.dropout < 1)) {

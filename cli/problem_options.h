@@ -11,7 +11,8 @@
 
 namespace CLI {
 class App;
-}
+class Option;
+}  // namespace CLI
 
 namespace longspan::cli {
 
@@ -40,17 +41,30 @@ struct ProblemChoice {
   Problem problem(std::int64_t default_tokens) const;
 };
 
+/// Adds an option that names a file; an empty name is refused.
+CLI::Option* add_file_option(CLI::App& command, const std::string& flag, std::string& target,
+                             const std::string& meaning, const std::string& type = "FILE");
+
+/// What a command computes when no option says a pattern: the branches of the demo, or every key.
+enum class DefaultPattern { branches, dense };
+
 /// Adds the options to a command and turns what the user gave into a ProblemChoice.
 class ProblemOptions {
  public:
-  void add_to(CLI::App& command);
+  void add_to(CLI::App& command, DefaultPattern pattern = DefaultPattern::branches);
   /// Throws InvalidArgument. Also sets the number of threads.
   ProblemChoice resolve() const;
   /// Whether the user gave this option ("tokens", "dtype", ...).
   bool given(const std::string& name) const;
+  /// Whether any option of the pattern was given.
+  bool pattern_given() const;
+  /// The file of --mask, or empty.
+  const std::string& mask_file() const { return mask_; }
 
  private:
+  Pattern resolve_pattern() const;
   CLI::App* command_ = nullptr;
+  DefaultPattern default_pattern_ = DefaultPattern::branches;
   std::string tokens_, batch_ = "1", heads_ = "8", kv_heads_, head_dim_ = "64";
   std::string dtype_ = "f32", segments_ = "2048,4096,8192", dilations_ = "1,2,4";
   std::string assign_ = "groups", phase_ = "paper", pattern_, mask_, block_size_ = "64", layout_ = "bnhd",

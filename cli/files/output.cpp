@@ -3,17 +3,18 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
 #include <utility>
 
+#include "files/names.h"
 #include "files/npy.h"
 #include "files/safetensors.h"
 #include "interrupt.h"
@@ -27,12 +28,18 @@ std::string folder_of(const std::string& path) {
   return folder.empty() ? "." : folder;
 }
 
-std::string resolve_links(const std::string& path) {
-  char* resolved = realpath(path.c_str(), nullptr);
-  if (resolved == nullptr) return path;
-  std::string text = resolved;
-  std::free(resolved);
-  return text;
+/// Opens a pipe or a device. A pipe without a reader is asked again and again, so that Ctrl-C ends the waiting.
+int open_existing(const std::string& path, bool pipe) {
+  constexpr int kPause = 20;  // milliseconds
+  int descriptor = -1;
+  while ((descriptor = open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK)) < 0) {
+    if (errno != EINTR && !(pipe && errno == ENXIO)) return -1;
+    stop_if_interrupted();
+    poll(nullptr, 0, kPause);
+  }
+  const int flags = fcntl(descriptor, F_GETFL);
+  fcntl(descriptor, F_SETFL, flags & ~O_NONBLOCK);
+  return descriptor;
 }
 
 /// Permissions of the file that is replaced, else what the umask leaves of rw-rw-rw-.
@@ -45,14 +52,19 @@ mode_t permissions_for(const struct stat* existing) {
 
 }  // namespace
 
-OutputFile::OutputFile(const std::string& path) : path_(path), target_(resolve_links(path)) {
+OutputFile::OutputFile(const std::string& path) : path_(path), target_(final_target(path)) {
+  if (is_standard_output(path)) {
+    descriptor_ = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 0);
+    if (descriptor_ < 0) fail("write", errno);
+    return;
+  }
   struct stat status = {};
-  const bool exists = stat(target_.c_str(), &status) == 0;
+  const bool exists = stat(path.c_str(), &status) == 0;
   if (exists && S_ISDIR(status.st_mode)) {
     throw InvalidArgument(path, fmt::format("'{}' is a folder: give a file name", path));
   }
   if (exists && !S_ISREG(status.st_mode)) {
-    descriptor_ = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+    descriptor_ = open_existing(path, S_ISFIFO(status.st_mode));
     if (descriptor_ < 0) fail("open", errno);
     return;
   }
@@ -125,8 +137,11 @@ ArrayWriter::~ArrayWriter() = default;
 
 void ArrayWriter::add(const std::string& location, DType dtype, std::vector<std::int64_t> shape, const void* data) {
   const Location place = parse_location(location);
-  auto file =
-      std::find_if(files_.begin(), files_.end(), [&](const File& other) { return other.place.path == place.path; });
+  if (place.safetensors) check_tensor_name(place.name, location);
+  const std::string target = final_target(place.path);
+  auto file = std::find_if(files_.begin(), files_.end(), [&](const File& other) {
+    return !is_special(target) && final_target(other.place.path) == target;
+  });
   if (file != files_.end()) {
     const bool clash =
         !place.safetensors || std::any_of(file->contents.begin(), file->contents.end(),
@@ -152,12 +167,6 @@ void ArrayWriter::commit() {
     }
   }
   for (File& file : files_) file.output->commit();
-}
-
-bool same_file(const std::string& left, const std::string& right) {
-  struct stat first = {}, second = {};
-  return stat(left.c_str(), &first) == 0 && stat(right.c_str(), &second) == 0 && first.st_dev == second.st_dev &&
-         first.st_ino == second.st_ino;
 }
 
 }  // namespace longspan::cli

@@ -12,7 +12,8 @@
 namespace longspan::cli {
 
 /// A file under a temporary name in the folder of its final one. commit() makes it durable and renames it; without
-/// commit() the destructor removes it. Things that are not regular files (a pipe, /dev/stdout) are written directly.
+/// commit() the destructor removes it. A link is followed, whether its target exists or not. Things that are not
+/// regular files (a pipe, standard output, which is also "-") are written directly.
 class OutputFile {
  public:
   explicit OutputFile(const std::string& path);
@@ -30,7 +31,7 @@ class OutputFile {
   void discard() noexcept;
 
   std::string path_;       // as the user wrote it
-  std::string target_;     // with links resolved
+  std::string target_;     // where that leads
   std::string temporary_;  // empty when written directly
   int descriptor_ = -1;
 };
@@ -50,8 +51,5 @@ class ArrayWriter {
   struct File;
   std::vector<File> files_;
 };
-
-/// Whether two paths lead to the same existing file.
-bool same_file(const std::string& left, const std::string& right);
 
 }  // namespace longspan::cli

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "longspan/error.h"
+#include "text.h"
 
 namespace longspan::cli {
 namespace {
@@ -106,6 +107,18 @@ ArrayHeader read_safetensors_header(std::span<const std::byte> file, const std::
   }
   header.offset = kLengthBytes + length + begin;
   return header;
+}
+
+void check_tensor_name(const std::string& name, const std::string& location) {
+  constexpr std::size_t kMostNameBytes = 4096;
+  const auto fail = [&](std::string_view message) {
+    throw InvalidArgument(location, fmt::format("'{}': {}", elided(location, 100), message));
+  };
+  if (name == "__metadata__")
+    fail("__metadata__ is not the name of a tensor in safetensors files: choose another name");
+  if (!is_utf8(name)) fail("the name of the tensor is not UTF-8, which safetensors files require: choose another name");
+  if (name.size() > kMostNameBytes)
+    fail(fmt::format("the name of the tensor has {} bytes: give at most {}", name.size(), kMostNameBytes));
 }
 
 std::string safetensors_header(const std::vector<NamedArray>& arrays) {

@@ -19,6 +19,9 @@ struct NamedArray {
   std::vector<std::int64_t> shape;
 };
 
+/// Throws InvalidArgument unless a file may hold a tensor of this name. `location` is what the user wrote.
+void check_tensor_name(const std::string& name, const std::string& location);
+
 /// The bytes that precede the data of these tensors, which follow in this order without gaps.
 std::string safetensors_header(const std::vector<NamedArray>& arrays);
 

@@ -10,6 +10,7 @@
 #include "longspan/threads.h"
 #include "problem_options.h"
 #include "random.h"
+#include "text.h"
 
 namespace longspan::cli {
 namespace {
@@ -50,6 +51,48 @@ TEST(ProblemOptions, HaveTheDocumentedDefaults) {
   EXPECT_EQ(choice.layout, Layout::bnhd);
   EXPECT_EQ(choice.pattern, Pattern::dilated({2048, 4096, 8192}, {1, 2, 4}));
   EXPECT_EQ(choice.options, Options{});
+}
+
+TEST(ProblemOptions, AreDenseWhereACommandSaysSo) {
+  const auto pattern_of = [](std::vector<std::string> arguments) {
+    CLI::App app;
+    ProblemOptions options;
+    options.add_to(app, DefaultPattern::dense);
+    std::reverse(arguments.begin(), arguments.end());
+    app.parse(arguments);
+    return options.resolve().pattern;
+  };
+  EXPECT_EQ(pattern_of({}), Pattern::dense());
+  EXPECT_EQ(pattern_of({"--causal", "--heads", "4"}), Pattern::dense());
+  EXPECT_EQ(pattern_of({"--segments", "64,128", "--dilations", "1,2"}), Pattern::dilated({64, 128}, {1, 2}));
+  EXPECT_EQ(pattern_of({"--pattern", "bigbird"}), Pattern::parse("bigbird"));
+  for (const char* alone : {"--segments=64", "--dilations=2", "--assign=all", "--pad-keys"})
+    EXPECT_THROW(pattern_of({alone}), InvalidArgument) << alone;
+}
+
+TEST(Text, ThatATerminalWouldObeyIsEscaped) {
+  EXPECT_EQ(printable("plain \u00e9 \u6f22 \U0001f600"), "plain \u00e9 \u6f22 \U0001f600");
+  EXPECT_EQ(printable("\x1b[2J\x07\n\t\r\x7f"), "\\x1b[2J\\x07\\n\\t\\x0d\\x7f");
+  EXPECT_EQ(printable("\xc2\x9b"), "\\x9b");                                              // one character: CSI
+  EXPECT_EQ(printable("\xe2\x80\xae\xe2\x80\xa8\xe2\x81\xa6"), "\\u202e\\u2028\\u2066");  // reorder or break lines
+  // Bytes that are no UTF-8: a lone continuation, an overlong form, a surrogate, too large, cut off.
+  EXPECT_EQ(printable("\x9b"), "\\x9b");
+  EXPECT_EQ(printable("\xc0\x80"), "\\xc0\\x80");
+  EXPECT_EQ(printable("\xed\xa0\x80"), "\\xed\\xa0\\x80");
+  EXPECT_EQ(printable("\xf5\x80\x80\x80"), "\\xf5\\x80\\x80\\x80");
+  EXPECT_EQ(printable("a\xe2\x80"), "a\\xe2\\x80");
+  for (const char* good : {"", "abc", "\u00e9", "\U0010ffff"}) EXPECT_TRUE(is_utf8(good)) << good;
+  for (const char* wrong : {"\x80", "\xc0\x80", "\xe0\x80\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xff", "\xe2\x80"})
+    EXPECT_FALSE(is_utf8(wrong)) << printable(wrong);
+}
+
+TEST(Text, FitsTheColumnsThereAre) {
+  EXPECT_EQ(wrapped("one two three", 7), "one two\nthree");
+  EXPECT_EQ(wrapped("a \x1b[1mbold\x1b[0m word", 6), "a \x1b[1mbold\x1b[0m\nword");
+  EXPECT_EQ(wrapped("unbreakable", 4), "unbreakable");
+  EXPECT_EQ(elided("0123456789", 10), "0123456789");
+  EXPECT_EQ(elided("0123456789", 7), "01...89");
+  EXPECT_TRUE(is_utf8(elided("\u6f22\u6f22\u6f22\u6f22", 8)));
 }
 
 TEST(ProblemOptions, ReachThePattern) {

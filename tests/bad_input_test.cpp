@@ -1,4 +1,6 @@
 // Everything the definition calls bad input is refused before any work, with an error that names the argument.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -255,6 +257,70 @@ TEST(BadInput, PiecesMustHoldEveryAttendedRow) {
   EXPECT_THROW(c.run(), InvalidArgument);
   c.pieces = {{0, 0, k, v}};
   EXPECT_THROW(c.run(), InvalidArgument);
+}
+
+/// What a call says of pieces that hold all rows but those of one block of 16.
+std::string without_block(const Case& whole, std::int64_t block) {
+  Case c = whole;
+  const std::int64_t begin = block * 16, end = begin + 16;
+  for (const auto& [first, last] : {std::pair{std::int64_t{0}, begin}, {end, c.shape.tokens}}) {
+    KeyPiece piece{first, 1, c.k.view(), c.v.view()};
+    for (auto [view, tensor] : {std::pair{&piece.k, &c.k}, {&piece.v, &c.v}}) {
+      view->data = tensor->view().at<float>(0, 0, 0) + first * view->strides[1];
+      view->sizes[1] = last - first;
+    }
+    c.pieces.push_back(piece);
+  }
+  try {
+    c.run("", false);
+  } catch (const InvalidArgument& error) {
+    EXPECT_EQ(error.argument(), "pieces");
+    return error.what();
+  }
+  return "";
+}
+
+TEST(BadInput, PiecesMustHoldWhatTheMasksOfAllBatchEntriesSee) {
+  // Entry 0 sees its own block only, entry 1 also block 0, or the other way round.
+  for (const std::int64_t sees_more : {0, 1}) {
+    std::vector<std::vector<std::int32_t>> rows(2 * 3, {1});
+    rows[static_cast<std::size_t>(sees_more * 3 + 1)] = {0, 1};
+    const BlockMask mask = BlockMask::from_rows(16, 2, 3, rows);
+    const Case c(Pattern::block_sparse(mask), {}, {2, 48, 1, 1, 8}, DType::f32, Layout::bnhd, {{16, 16}});
+    EXPECT_NE(without_block(c, 0).find("no piece holds position 0"), std::string::npos) << sees_more;
+    EXPECT_NE(without_block(c, 1).find("no piece holds position 16"), std::string::npos);
+    EXPECT_EQ(without_block(c, 2), "");
+  }
+}
+
+TEST(BadInput, PiecesMustHoldAllThatAdaptiveBlocksAreChosenFrom) {
+  for (const bool causal : {false, true}) {
+    Options options;
+    options.causal = causal;
+    const Case c(Pattern::block_sparse(BlockPattern::adaptive(0.5, 16)), options, {2, 64, 2, 1, 8}, DType::f32,
+                 Layout::bnhd, {{32, 16}});
+    for (std::int64_t block = 0; block < 4; ++block) {
+      const bool needed = !causal || block < 3;
+      EXPECT_EQ(without_block(c, block).find(fmt::format("no piece holds position {}", 16 * block)) == 0, needed)
+          << block << without_block(c, block);
+    }
+  }
+}
+
+TEST(BadInput, PiecesMustHoldWhatRandomBlocksOfShorterEntriesSee) {
+  int cases = 0;
+  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+    const BlockPattern random = BlockPattern::random(0.5, seed, 16);
+    const BlockMask full = random.mask(96, 1, false), alone = random.mask(48, 1, false);
+    for (std::int64_t block = 0; block < 3; ++block) {
+      Case c(Pattern::block_sparse(random), {}, {2, 96, 1, 1, 8}, DType::f32, Layout::bnhd, {{16, 16}});
+      c.lengths = {96, 48};
+      const bool needed = full.active(0, 1, block) || alone.active(0, 1, block);
+      cases += needed && !full.active(0, 1, block);
+      EXPECT_EQ(without_block(c, block) != "", needed) << "seed " << seed << ", block " << block;
+    }
+  }
+  EXPECT_GT(cases, 0);  // some that only the shorter entry sees
 }
 
 TEST(BadInput, OnlyTheLibraryMayLeaveKeysOut) {

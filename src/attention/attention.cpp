@@ -130,11 +130,12 @@ void run_forward(const Attention& attention, const ConstTensorView& q, const Con
   const auto plan = attention.plan(problem);
   const RowRange whole{0, problem.tokens};
   const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
-  if (must_have_all_keys(problem, given)) check_pieces(*plan, k, v, call, ranges);
+  CallPlan own(*plan, call);
+  if (must_have_all_keys(problem, given)) check_pieces(*own, k, v, call, ranges);
   const Kernel& kernel = kernel_of(*plan, Pass::forward);
   if (problem.batch == 0 || problem.query_rows == 0) return;
   const int threads = num_threads();
-  const CallPlan own(*plan, q, k, call, ranges, threads);
+  own.choose(q, k, call, ranges, threads);
   const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::forward, threads));
   kernel.forward({*own, call, ranges, q, k, v, out, lse, threads, workspace.data()});
 }
@@ -147,7 +148,8 @@ void run_backward(const Attention& attention, const ConstTensorView& q, const Co
   const auto plan = attention.plan(problem);
   const RowRange whole{0, problem.tokens};
   const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
-  if (must_have_all_keys(problem, given)) check_pieces(*plan, k, v, call, ranges);
+  CallPlan own(*plan, call);
+  if (must_have_all_keys(problem, given)) check_pieces(*own, k, v, call, ranges);
   const Kernel& kernel = kernel_of(*plan, Pass::backward);
   if (problem.batch == 0 || problem.tokens == 0) return;
   if (problem.query_rows == 0) {
@@ -157,7 +159,7 @@ void run_backward(const Attention& attention, const ConstTensorView& q, const Co
     return;
   }
   const int threads = num_threads();
-  const CallPlan own(*plan, q, k, call, ranges, threads);
+  own.choose(q, k, call, ranges, threads);
   const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::backward, threads));
   kernel.backward({*own, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads, workspace.data()});
 }

@@ -50,24 +50,20 @@ BlockMask masks_of_entries(const Plan& plan, std::size_t index, const Call& call
 
 }  // namespace
 
-bool needs_call_masks(const Plan& plan, const Call& call) {
+CallPlan::CallPlan(const Plan& plan, const Call& call) : cached_(plan) {
+  if (plan.problem().batch == 0) return;
   for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
-    const bool adaptive = plan.branches()[branch].adaptive_density > 0 && plan.problem().device.type == DeviceType::cpu;
-    if (adaptive || entries_draw_alone(plan, branch, call)) return true;
+    if (entries_draw_alone(plan, branch, call)) own_ = (**this).with_mask(branch, masks_of_entries(plan, branch, call));
   }
-  return false;
 }
 
-Plan with_call_masks(const Plan& plan, const ConstTensorView& q, const ConstTensorView& k, const Call& call,
-                     std::span<const RowRange> ranges, int threads) {
-  const bool on_host = plan.problem().device.type == DeviceType::cpu;
-  Plan own = plan;
-  for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
-    if (plan.branches()[branch].adaptive_density > 0 && on_host)
-      own = own.with_mask(branch, choose_blocks(plan, branch, q, k, call, ranges, threads));
-    else if (entries_draw_alone(plan, branch, call)) own = own.with_mask(branch, masks_of_entries(plan, branch, call));
+void CallPlan::choose(const ConstTensorView& q, const ConstTensorView& k, const Call& call,
+                      std::span<const RowRange> ranges, int threads) {
+  if (cached_.problem().device.type != DeviceType::cpu) return;  // kernels choose
+  for (std::size_t branch = 0; branch < cached_.branches().size(); ++branch) {
+    if (cached_.branches()[branch].adaptive_density > 0)
+      own_ = (**this).with_mask(branch, choose_blocks(cached_, branch, q, k, call, ranges, threads));
   }
-  return own;
 }
 
 }  // namespace longspan

@@ -258,19 +258,79 @@ void check_lse(std::string_view name, const ConstTensorView& lse, const ConstTen
   }
 }
 
-/// Which key blocks of a strand some of its queries see; empty without a mask.
-std::vector<bool> seen_blocks(const BranchPlan& branch, std::int64_t head, const QueryRun& queries,
+/// Which key blocks of a strand some of its queries see; empty where they may see all: without a mask, and with an
+/// adaptive one, which is chosen from all keys.
+std::vector<bool> seen_blocks(const BranchPlan& branch, std::int64_t mask_head, const QueryRun& queries,
                               std::int64_t count) {
-  if (!branch.mask) return {};
+  if (!branch.mask || branch.adaptive_density > 0) return {};
   const std::int64_t size = branch.mask->block_size();
   std::vector<bool> seen(static_cast<std::size_t>((count + size - 1) / size));
   for (std::int64_t row = queries.begin / size; row * size < queries.begin + queries.count; ++row) {
-    for (const std::int64_t column : branch.mask->row(head, row)) {
+    for (const std::int64_t column : branch.mask->row(mask_head, row)) {
       if (column * size < count) seen[static_cast<std::size_t>(column)] = true;
     }
   }
   return seen;
 }
+
+/// Looks for the keys that the queries of a range attend to.
+class PieceCheck {
+ public:
+  PieceCheck(const Plan& plan, const ConstTensorView& k, const ConstTensorView& v, const Call& call)
+      : plan_(plan),
+        rows_(k, v, call.pieces),
+        // Lengths on a GPU are not read here: pieces must then hold what full entries attend to.
+        lengths_(on_host(call.lengths)),
+        mask_(on_host(call.key_mask)) {}
+
+  void check(const BranchPlan& branch, std::span<const RowRange> ranges) const {
+    // Where neither lengths nor masks tell entries apart, one stands for all.
+    const bool entries_differ = lengths_.given() || mask_.given() || branch.mask_entry_heads > 0;
+    for (std::int64_t entry = 0; entry < (entries_differ ? plan_.problem().batch : 1); ++entry) {
+      const std::int64_t length = rows_of_entry(lengths_, entry, plan_.problem().tokens);
+      if (length == 0 || !branch.active(length)) continue;
+      for (const RowRange& range : ranges) {
+        if (range.count == 0 || range.start >= length) continue;
+        const std::int64_t last_row = std::min(range.start + range.count, length) - 1;
+        for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+          for (std::int64_t segment = range.start / branch.segment; segment <= last_row / branch.segment; ++segment)
+            check_strand(branch, entry, head, branch.strand(head, segment, length), range);
+        }
+      }
+    }
+  }
+
+ private:
+  static ConstTensorView on_host(const ConstTensorView& view) {
+    return view.device.type == DeviceType::cpu ? view : ConstTensorView{};
+  }
+
+  void check_strand(const BranchPlan& branch, std::int64_t entry, std::int64_t head, const Strand& strand,
+                    const RowRange& range) const {
+    const QueryRun queries = query_run(strand, range, 0);
+    if (queries.count == 0) return;
+    const std::int64_t needed = plan_.options().causal ? queries.begin + queries.count : strand.count;
+    const std::int64_t kv_head = head / (plan_.problem().heads / plan_.problem().kv_heads);
+    const std::vector<bool> seen = seen_blocks(branch, branch.mask_head(entry, head), queries, strand.count);
+    for (std::int64_t index = 0; index < needed;) {
+      if (!seen.empty() && !seen[static_cast<std::size_t>(index / branch.mask->block_size())]) {
+        ++index;
+        continue;
+      }
+      const RowRun run = rows_.run(entry, kv_head, strand, index, needed - index);
+      const std::int64_t position = strand.start + index * strand.stride;
+      if (run.count == 0 && key_allowed(mask_, entry, position)) {
+        reject("pieces", "no piece holds position {}, which a query in range (start {}, count {}) {}", position,
+               range.start, range.count, branch.adaptive_density > 0 ? "may choose" : "attends to");
+      }
+      index += std::max<std::int64_t>(run.count, 1);
+    }
+  }
+
+  const Plan& plan_;
+  KeyRows rows_;
+  ConstTensorView lengths_, mask_;
+};
 
 /// All pieces have gradients of the right type and memory of their own, or none has any.
 void check_piece_gradients(const ConstTensorView& q, const Call& call) {
@@ -377,49 +437,9 @@ Problem check_backward(const Options& options, const ConstTensorView& q, const C
 
 void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorView& v, const Call& call,
                   std::span<const RowRange> ranges) {
-  const KeyRows rows(k, v, call.pieces);
-  const Problem& problem = plan.problem();
-  // Lengths on a GPU are not read here: pieces must then hold what full entries attend to.
-  const ConstTensorView lengths = call.lengths.device.type == DeviceType::cpu ? call.lengths : ConstTensorView{};
-  const ConstTensorView mask = call.key_mask.device.type == DeviceType::cpu ? call.key_mask : ConstTensorView{};
-  for (const BranchPlan& branch : plan.branches()) {
-    for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
-      const std::int64_t length = rows_of_entry(lengths, entry, problem.tokens);
-      if (length == 0 || !branch.active(length)) continue;
-      for (const RowRange& range : ranges) {
-        if (range.count == 0 || range.start >= length) continue;
-        const std::int64_t last_row = std::min(range.start + range.count, length) - 1;
-        for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
-          for (std::int64_t segment = range.start / branch.segment; segment <= last_row / branch.segment; ++segment) {
-            const Strand strand = branch.strand(head, segment, length);
-            const QueryRun queries = query_run(strand, range, 0);
-            if (queries.count == 0) continue;
-            const std::int64_t needed = plan.options().causal ? queries.begin + queries.count : strand.count;
-            const std::vector<bool> seen = seen_blocks(branch, head, queries, strand.count);
-            for (std::int64_t index = 0; index < needed;) {
-              if (branch.mask && !seen[static_cast<std::size_t>(index / branch.mask->block_size())]) {
-                ++index;
-                continue;
-              }
-              const RowRun run =
-                  rows.run(entry, head / (problem.heads / problem.kv_heads), strand, index, needed - index);
-              if (run.count == 0 && !key_allowed(mask, entry, strand.start + index * strand.stride)) {
-                ++index;
-                continue;
-              }
-              if (run.count == 0) {
-                reject("pieces", "no piece holds position {}, which a query in range (start {}, count {}) attends to",
-                       strand.start + index * strand.stride, range.start, range.count);
-              }
-              index += run.count;
-            }
-          }
-        }
-        // Without lengths all entries are alike.
-      }
-      if (!lengths.given() && !mask.given()) break;
-    }
-  }
+  if (plan.problem().batch == 0) return;
+  const PieceCheck pieces(plan, k, v, call);
+  for (const BranchPlan& branch : plan.branches()) pieces.check(branch, ranges);
 }
 
 Problem Attention::problem(const ConstTensorView& q, const ConstTensorView& k, const Call& call) {

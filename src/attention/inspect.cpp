@@ -188,7 +188,8 @@ AttentionBlocks attention_blocks(const Attention& attention, const ConstTensorVi
   const RowRange whole{0, k.rows()};
   const auto ranges = ranges_of(call, whole);
   const int threads = num_threads();
-  const CallPlan own(*cached, queries.view(), keys.view(), call, ranges, threads);
+  CallPlan own(*cached, call);
+  own.choose(queries.view(), keys.view(), call, ranges, threads);
   const Plan& plan = *own;
   if (block_size == 0)
     block_size = plan.branches().size() == 1 && plan.branches()[0].mask ? plan.branches()[0].mask->block_size()

@@ -76,7 +76,8 @@ std::vector<RowCheck> verify(const Plan& cached, const Call& call, const Workloa
   const ConstTensorView q = work.q.view(), k = work.k.view(), v = work.v.view(), out = work.out.view(),
                         lse = work.lse.view(), dout = work.dout.view();
   const RowRange whole{0, cached.problem().tokens};
-  const CallPlan own(cached, q, k, call, {&whole, 1}, num_threads());
+  CallPlan own(cached, call);
+  own.choose(q, k, call, {&whole, 1}, num_threads());
   const Plan& plan = *own;
   std::vector<RowCheck> checks;
   {

@@ -265,7 +265,8 @@ std::vector<CaseResult> run_case(const CheckCase& one, Device device, std::strin
     if (kernel->can_run(*device_plan, Pass::forward).ok) kernels.push_back(kernel);
   }
   if (kernels.empty()) return {};
-  const CallPlan own(*plan, data.q.view(), data.k_argument(), data.call, data.ranges(), num_threads());
+  CallPlan own(*plan, data.call);
+  own.choose(data.q.view(), data.k_argument(), data.call, data.ranges(), num_threads());
   const reference::Expectation expected = reference::expect(data.arguments(*own));
   const PlacedInputs inputs(one, data, device);
   std::vector<CaseResult> results;

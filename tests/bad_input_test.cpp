@@ -413,6 +413,25 @@ TEST(EmptyInput, IsValidAndReturnsEmpty) {
   }
 }
 
+TEST(EmptyInput, IsValidForEveryBlockPattern) {
+  for (const char* blocks : {"local_window(512)", "strided(512)", "dilated_sparse(1,2)", "global_local(16,64)",
+                             "global_local(<=16,64)", "hierarchical", "random(0.5)", "adaptive(0.5)", "bigbird",
+                             "bigbird(128)", "longformer", "longformer(512,64)"}) {
+    for (const std::string& kernel : kernels_here()) {
+      for (const bool causal : {false, true}) {
+        Options options;
+        options.causal = causal;
+        const Pattern pattern = Pattern::parse(blocks);
+        EXPECT_NO_THROW(Case(pattern, options, {1, 0, 2, 2, 8}).run(kernel)) << blocks << " on " << kernel;
+        EXPECT_NO_THROW(Case(pattern, options, {0, 0, 2, 2, 8}).run(kernel)) << blocks << " on " << kernel;
+        if (pattern.branches()[0].mask->adaptive_density() > 0) continue;  // those mask no segments
+        const Pattern in_branch = Pattern::longnet({64, 128}, {1, 2}).with_mask(1, *pattern.branches()[0].mask);
+        EXPECT_NO_THROW(Case(in_branch, options, {1, 0, 2, 2, 8}).run(kernel)) << blocks << " on " << kernel;
+      }
+    }
+  }
+}
+
 TEST(EmptyInput, WithoutQueriesKeyGradientsAreZero) {
   for (const std::string& kernel : kernels_here()) {
     Case c(Pattern::dense(), {}, {1, 16, 2, 2, 8}, DType::f32, Layout::bnhd, {{3, 0}});

@@ -267,7 +267,7 @@ BlockMask BlockPattern::mask(std::int64_t rows, std::int64_t heads, bool causal)
                             custom_->blocks(), rows, block_size_, blocks));
   }
   for (const BlockTerm& term : terms_) {
-    if (term.kind == Kind::global_local && term.numbers[0] > rows) {
+    if (rows > 0 && term.kind == Kind::global_local && term.numbers[0] > rows) {
       throw InvalidArgument(
           "global_tokens",
           fmt::format("global_tokens is {}: the sequence has {}; give at most so many", term.numbers[0], rows));

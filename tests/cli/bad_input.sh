@@ -32,6 +32,8 @@ expect 2 "block_size 24" "$longspan" show --pattern "local_window(64) block=24"
 expect 2 "mask-out 'm.txt': give a file that ends in .npy" "$longspan" show --pattern bigbird --mask-out m.txt
 expect 2 "svg 'm.png': give a file that ends in .svg" "$longspan" show --pattern bigbird --svg m.png
 expect 2 "global_tokens is 128: the sequence has 100; give at most" "$longspan" show --pattern 'bigbird(128)' --tokens 100
+expect 0 "" "$longspan" plan --pattern 'global_local(16,64)' --tokens 0
+expect 0 "" "$longspan" show --pattern 'bigbird(128)' --tokens 0
 expect 2 "leave --segments out" "$longspan" show --pattern bigbird --segments 64
 expect 2 "belongs to --mask" "$longspan" show --block-size 32
 expect 2 "head 9" "$longspan" show --head 9

@@ -16,8 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "device/error.h"
 #include "kernels/cuda/cuda.h"
-#include "kernels/cuda/error.h"
 #include "kernels/kernel.h"
 #include "longspan/longspan.h"
 #include "util/half.h"

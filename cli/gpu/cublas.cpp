@@ -2,8 +2,8 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include "device/error.h"
 #include "gpu/peak.h"
-#include "kernels/cuda/error.h"
 
 namespace longspan::cli {
 namespace {

@@ -9,9 +9,9 @@
 #include <memory>
 #include <regex>
 
+#include "device/error.h"
 #include "gpu/peak.h"
 #include "kernels/cuda/cuda.h"
-#include "kernels/cuda/error.h"
 #include "machine.h"
 #include "timing.h"
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "attention/key_rows.h"
 #include "longspan/error.h"
+#include "plan/key_rows.h"
 
 namespace longspan {
 namespace {

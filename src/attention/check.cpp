@@ -6,9 +6,9 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/key_rows.h"
-#include "attention/query_rows.h"
 #include "longspan/error.h"
+#include "plan/key_rows.h"
+#include "plan/query_rows.h"
 
 namespace longspan {
 namespace {

@@ -6,10 +6,10 @@
 #include <numeric>
 
 #include "attention/call_masks.h"
-#include "attention/key_rows.h"
-#include "attention/query_rows.h"
 #include "kernels/plain/rows.h"
 #include "pattern/kept_columns.h"
+#include "plan/key_rows.h"
+#include "plan/query_rows.h"
 #include "util/dispatch.h"
 #include "util/parallel.h"
 

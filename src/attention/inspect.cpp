@@ -9,12 +9,12 @@
 
 #include "attention/call_masks.h"
 #include "attention/check.h"
+#include "device/device_pool.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/kernel.h"
 #include "kernels/plain/rows.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
-#include "memory/device_pool.h"
 #include "util/dispatch.h"
 #include "util/parallel.h"
 

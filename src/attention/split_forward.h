@@ -3,9 +3,9 @@
 
 #include <memory>
 
+#include "device/device_pool.h"
 #include "kernels/kernel.h"
 #include "longspan/attention.h"
-#include "memory/device_pool.h"
 #include "memory/host_pool.h"
 
 namespace longspan {

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "comm/gpu/gpu.h"
+#include "device/device_pool.h"
 #include "longspan/communicator.h"
 #include "longspan/exchange.h"
-#include "memory/device_pool.h"
 #include "memory/host_pool.h"
 
 namespace longspan {

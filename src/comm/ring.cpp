@@ -6,10 +6,10 @@
 #include <algorithm>
 
 #include "attention/check.h"
-#include "attention/key_rows.h"
 #include "comm/ring_state.h"
 #include "longspan/error.h"
 #include "longspan/version.h"
+#include "plan/key_rows.h"
 #include "util/hash.h"
 
 namespace longspan {

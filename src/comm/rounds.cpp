@@ -8,11 +8,11 @@
 #include <limits>
 #include <optional>
 
-#include "attention/key_rows.h"
-#include "attention/query_rows.h"
 #include "attention/run.h"
 #include "comm/ring_state.h"
 #include "longspan/error.h"
+#include "plan/key_rows.h"
+#include "plan/query_rows.h"
 
 namespace longspan {
 namespace {

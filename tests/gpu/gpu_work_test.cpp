@@ -6,9 +6,9 @@
 #include <map>
 #include <random>
 
-#include "attention/key_rows.h"
 #include "kernels/cuda/mask_lists.h"
 #include "kernels/cuda/prepare.h"
+#include "plan/key_rows.h"
 
 namespace longspan::cuda {
 namespace {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "comm/gpu/gpu_rows.h"
-#include "kernels/cuda/error.h"
-#include "memory/device_pool.h"
+#include "device/device_pool.h"
+#include "device/error.h"
 
 namespace longspan::gpu {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/run_kernel.cuh"
+#include "device/run_kernel.cuh"
 
 namespace longspan::gpu {
 namespace {

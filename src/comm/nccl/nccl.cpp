@@ -11,7 +11,7 @@
 
 #include "comm/gpu/gpu.h"
 #include "comm/nccl/nccl_api.h"
-#include "kernels/cuda/error.h"
+#include "device/error.h"
 #include "longspan/error.h"
 
 namespace longspan {

@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <string_view>
 
-#include "attention/key_rows.h"
-#include "attention/query_rows.h"
 #include "kernels/kernel.h"
+#include "plan/key_rows.h"
+#include "plan/query_rows.h"
 #include "util/philox.h"
 
 namespace longspan::cpu {

@@ -5,6 +5,9 @@
 
 namespace longspan::cuda {
 
+/// The portable kernels: with tensor cores, with tensor cores in less shared memory, and without tensor cores.
+extern const Kernel kMatrix, kCompact, kSimt;
+
 /// What every kernel needs of a plan and of the machine.
 Verdict fits(const Plan& plan);
 /// Host memory or another GPU's handed over as a tensor of this one, and calls cancelled before they start.

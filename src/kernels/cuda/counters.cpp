@@ -4,7 +4,7 @@
 #include <map>
 #include <mutex>
 
-#include "kernels/cuda/error.h"
+#include "device/error.h"
 #include "kernels/cuda/launch.h"
 
 namespace longspan::cuda {

@@ -5,13 +5,12 @@
 
 #include <algorithm>
 
+#include "device/error.h"
 #include "kernels/cuda/adaptive.h"
 #include "kernels/cuda/call.h"
 #include "kernels/cuda/counters.h"
-#include "kernels/cuda/error.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/prepare.h"
-#include "kernels/hopper/hopper.h"
 
 namespace longspan::cuda {
 namespace {
@@ -321,16 +320,13 @@ namespace {
 
 std::size_t matrix_workspace(const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; }
 
+}  // namespace
+
 const Kernel kMatrix = {"cuda-mma", can_run_matrix, matrix_workspace, forward_matrix, backward_matrix, true};
 const Kernel kCompact = {"cuda-mma-compact", can_run_compact, matrix_workspace, forward_matrix, backward_compact, true};
 const Kernel kSimt = {"cuda-simt", can_run_simt,
                       [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
                       forward_simt_call, backward_simt_call};
-const Kernel* const kList[] = {&hopper::kKernel, &kMatrix, &kCompact, &kSimt};
-
-}  // namespace
-
-std::span<const Kernel* const> kernels() { return kList; }
 const std::vector<DeviceFacts>& devices() { return machine().devices; }
 const std::string& why_none() { return machine().why_none; }
 

@@ -2,13 +2,13 @@
 // chose.
 #include <bit>
 
+#include "device/device_pool.h"
+#include "device/error.h"
 #include "kernels/cuda/adaptive.h"
 #include "kernels/cuda/call.h"
 #include "kernels/cuda/cuda.h"
-#include "kernels/cuda/error.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/prepare.h"
-#include "memory/device_pool.h"
 
 namespace longspan::cuda {
 void to_float(const ConstTensorView& from, const TensorView& to, void* stream) {

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "kernels/cuda/error.h"
+#include "device/error.h"
 
 namespace longspan::cuda {
 namespace {

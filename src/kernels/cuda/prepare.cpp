@@ -6,12 +6,12 @@
 #include <limits>
 #include <optional>
 
+#include "device/device_pool.h"
+#include "device/error.h"
 #include "kernels/cuda/adaptive.h"
 #include "kernels/cuda/counters.h"
 #include "kernels/cuda/cuda.h"
-#include "kernels/cuda/error.h"
 #include "kernels/cuda/mask_lists.h"
-#include "memory/device_pool.h"
 
 namespace longspan::cuda {
 namespace {

@@ -9,8 +9,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "device/run_kernel.cuh"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/run_kernel.cuh"
 #include "longspan/tensor_view.h"
 
 namespace longspan::cuda {

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "device/error.h"
 #include "kernels/cuda/call.h"
 #include "kernels/cuda/counters.h"
 #include "kernels/cuda/cuda.h"
-#include "kernels/cuda/error.h"
 #include "kernels/cuda/prepare.h"
 #include "kernels/hopper/kernels.h"
 #include "kernels/hopper/maps.h"

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "device/error.h"
 #include "kernels/cuda/call.h"
-#include "kernels/cuda/error.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/prepare.h"
 #include "kernels/hopper/hopper.h"

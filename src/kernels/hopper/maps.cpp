@@ -8,9 +8,9 @@
 #include <array>
 #include <limits>
 
+#include "device/error.h"
 #include "kernels/cuda/call.h"
 #include "kernels/cuda/cuda.h"
-#include "kernels/cuda/error.h"
 #include "kernels/hopper/backward_launch.h"
 
 namespace longspan::hopper {

@@ -8,9 +8,9 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/key_rows.h"
-#include "attention/query_rows.h"
 #include "kernels/kernel.h"
+#include "plan/key_rows.h"
+#include "plan/query_rows.h"
 #include "util/half.h"
 #include "util/philox.h"
 

@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include "attention/key_rows.h"
 #include "kernels/kernel.h"
+#include "plan/key_rows.h"
 #include "util/dispatch.h"
 #include "util/parallel.h"
 #include "util/philox.h"

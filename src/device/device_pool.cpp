@@ -1,6 +1,6 @@
 // cudaMallocFromPoolAsync on a pool of our own: it keeps what it has (the steady state asks the driver for nothing),
 // and torch's allocator never sees it.
-#include "memory/device_pool.h"
+#include "device/device_pool.h"
 
 #include <cuda_runtime_api.h>
 
@@ -8,7 +8,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "kernels/cuda/error.h"
+#include "device/error.h"
 #include "longspan/memory.h"
 
 namespace longspan {

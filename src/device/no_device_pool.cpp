@@ -1,7 +1,7 @@
 // Stands in for the device pool in builds without CUDA: it never held anything and lends nothing.
+#include "device/device_pool.h"
 #include "longspan/error.h"
 #include "longspan/memory.h"
-#include "memory/device_pool.h"
 
 namespace longspan {
 

@@ -31,6 +31,7 @@ from longspan.torch import ring as ring_module, ring_calls  # noqa: E402
 
 WORKER = Path(__file__).with_name("ring_worker.py")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ring_ddp.py"
+README = EXAMPLE.parents[1] / "README.md"
 SEGMENTS, RATES = [16, 64, 200], [1, 2, 5]
 
 
@@ -165,6 +166,40 @@ def test_bad_arguments_are_named():
         shard(torch.zeros(1, 4), 5, 2)
     with pytest.raises(longspan.InvalidArgument, match="rank and ring_size"):
         shard(torch.zeros(1, 4))
+
+
+def test_one_process_of_several_without_a_group_is_refused(monkeypatch):
+    q = torch.randn(1, 40, 3, 16)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for arguments in ({}, {"ring_size": 4}):
+        with pytest.raises(longspan.InvalidArgument, match="WORLD_SIZE is 4.*init_process_group.*ring_size=1") as error:
+            RingDilatedAttention(SEGMENTS, RATES, **arguments)(q, q, q)
+        assert error.value.argument == "process_group"
+    for call in (lambda: unshard(q), lambda: shard(q)):
+        with pytest.raises(longspan.InvalidArgument, match="init_process_group"):
+            call()
+    want = DilatedAttention(SEGMENTS, RATES)(q, q, q)
+    assert torch.equal(RingDilatedAttention(SEGMENTS, RATES, ring_size=1)(q, q, q), want)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert torch.equal(RingDilatedAttention(SEGMENTS, RATES)(q, q, q), want)
+
+
+def test_readme_snippet_runs_under_torchrun(tmp_path):
+    blocks = README.read_text().split("```python\n")[1:]
+    (snippet,) = [block.split("```")[0] for block in blocks if "RingDilatedAttention" in block]
+    script = tmp_path / "snippet.py"
+    script.write_text(
+        "import torch\ntorch.manual_seed(0)\nwhole = torch.randn(3, 1, 64, 2, 16)\n"
+        "import os\nquery, key, value = whole.chunk(2, 2)[int(os.environ['RANK'])]\n" + snippet +
+        "from longspan.torch import DilatedAttention\n"
+        "want = DilatedAttention([2048, 131072], [1, 64])(*whole, is_causal=True)\n"
+        "assert torch.equal(out, want.chunk(2, 1)[dist.get_rank()])\n"
+    )  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_names_people_have():

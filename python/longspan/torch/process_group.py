@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -13,13 +14,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._communicator import Communicator
+from .._errors import InvalidArgument
 
 
-def group_or_default(group: Any) -> Any:
-    """The group itself, torch's default group, or None where torch.distributed is not in use."""
-    if group is not None:
-        return group
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+def group_or_default(group: Any, otherwise: str = "") -> Any:
+    """The group itself, torch's default group, or None where torch.distributed is not in use. Refused: a group of other
+    processes, and one process of several (torchrun sets WORLD_SIZE) that has not joined a group. `otherwise` is what else
+    the caller could do, for the message."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        processes = os.environ.get("WORLD_SIZE", "1")
+        if processes.isdecimal() and int(processes) > 1:
+            raise InvalidArgument(
+                f"there is no process group, but WORLD_SIZE is {processes}: this is one of {processes} processes, and each "
+                'would compute alone. Call torch.distributed.init_process_group("gloo") first ("nccl" where tensors are on '
+                f"GPUs){otherwise}",
+                "process_group",
+            )
+    elif dist.get_rank(group) < 0:
+        raise InvalidArgument(
+            "process_group does not contain this process: call the module on the group's own ranks only", "process_group"
+        )
+    return group
 
 
 class ProcessGroupCommunicator(Communicator):

@@ -257,7 +257,7 @@ class RingCalls:
         """The group to ring over, or None."""
         if self.ring_size == 1:
             return None
-        group = group_or_default(self.process_group)
+        group = group_or_default(self.process_group, ", or give ring_size=1 to compute alone on purpose")
         if group is None:
             return None
         size = dist.get_world_size(group)

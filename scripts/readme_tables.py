@@ -233,6 +233,47 @@ def cuda_table() -> list[str]:
     return lines
 
 
+#: Block masks over 131,072 tokens in blocks of 128: the row of the result and its title.
+BLOCK_ROWS = [("blocks_128k_d64", "head dim 64"), ("blocks_128k_d128", "head dim 128")]
+
+
+def block_rows() -> list[tuple[str, dict]]:
+    rows = {row["name"]: row for row in result("h200_block_sparse")["rows"]}
+    return [(title, rows[name]) for name, title in BLOCK_ROWS]
+
+
+def short_block_table() -> list[str]:
+    lines = ["| 131,072 tokens, blocks of 128 | forward, times faster | forward + backward, times faster |", "|---|---|---|"]
+    for title, row in block_rows():
+        lines.append(f"| {title} | {faster(row['forward'])} | {faster(row['forward_backward'])} |")
+    return lines
+
+
+def block_table() -> list[str]:
+    """Burst and sustained, forward and forward + backward, of the engine."""
+    lines = ["| blocks of 128 | forward, burst / sustained | forward + backward |", "|---|---|---|"]
+
+    def line(title: str, row: dict, text) -> str:
+        steps = [" / ".join(text(row[step], kind) for kind in ("burst", "sustained")) for step in ("forward", "forward_backward")]
+        return f"| {title} | {steps[0]} | {steps[1]} |"
+
+    for title, row in block_rows():
+        lines += [
+            line(f"{title}: times faster than compiled FlexAttention", row, lambda t, k: f"{t[f'{k}_engine_times_faster']:.2f}"),
+            line("TFLOP/s", row, lambda t, k: f"{t['engine'][f'{k}_tflops']:.0f}"),
+            line("part of our dense attention's rate over 16,384 tokens", row, lambda t, k: f"{t[f'{k}_of_dense']:.2f}"),
+            line("over the same 131,072 tokens", row, lambda t, k: f"{t[f'{k}_of_dense_same']:.2f}"),
+        ]
+    return lines
+
+
+def adaptive_table() -> list[str]:
+    """What choosing an adaptive mask adds to the forward with as many blocks, in bursts."""
+    lines = ["| choosing by `adaptive` | forward takes longer by |", "|---|---|"]
+    lines += [f"| {title} | {row['adaptive_choice_of_forward'] * 100:.0f}% |" for title, row in block_rows()]
+    return lines
+
+
 def lm_table() -> list[str]:
     """A training step of LongNetLM on both machines."""
     lines = ["| | eager | times faster | memory | compiled | times faster | memory |", "|---|---|---|---|---|---|---|"]
@@ -255,11 +296,12 @@ def lm_table() -> list[str]:
 
 
 PAGES = {
-    "README.md": {"gpu": gpu_table, "cpu": cpu_table},
+    "README.md": {"gpu": gpu_table, "cpu": cpu_table, "blocks": short_block_table},
     "docs/performance.md": {
         "peers": peers_table, "hopper": hopper_table, "profile": profile_table, "backward": backward_table,
         "backward profile": backward_profile_table, "cuda": cuda_table, "errors": errors_table,
     },
+    "docs/block_sparse.md": {"blocks": block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},
 }
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/arithmetic.cuh"
 
 namespace longspan::cuda {
 

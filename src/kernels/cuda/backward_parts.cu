@@ -1,8 +1,8 @@
 // What surrounds the main backward kernel: delta of each row before it, accumulators to gradients after it.
 //   A row is handled by 2^n neighbouring threads, eight columns each; heads are the fastest index, since that is
 //   how rows lie in [B, N, H, D].
+#include "kernels/cuda/arithmetic.cuh"
 #include "kernels/cuda/kernels.h"
-#include "kernels/cuda/ptx.cuh"
 #include "kernels/cuda/start.cuh"
 
 namespace longspan::cuda {

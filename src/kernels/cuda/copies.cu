@@ -1,8 +1,8 @@
 // Element by element copies of strided tensors: as float32, or as they are.
 #include <algorithm>
 
+#include "kernels/cuda/arithmetic.cuh"
 #include "kernels/cuda/kernels.h"
-#include "kernels/cuda/ptx.cuh"
 #include "kernels/cuda/start.cuh"
 
 namespace longspan::cuda {

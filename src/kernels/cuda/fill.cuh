@@ -1,8 +1,8 @@
 // Rows that no branch covers: out = 0 and lse = -inf.
 #pragma once
 
+#include "kernels/cuda/arithmetic.cuh"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/ptx.cuh"
 
 namespace longspan::cuda {
 

@@ -5,8 +5,8 @@
 //   sums      a lane has columns lane, lane + 32, ...; rows are read together, coalesced
 #pragma once
 
+#include "kernels/cuda/arithmetic.cuh"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/ptx.cuh"
 #include "util/philox.h"
 
 namespace longspan::cuda {

@@ -4,19 +4,12 @@
 //   numbers of 16 bits or 8 of float32, what one instruction multiplies.
 #pragma once
 
+#include "kernels/cuda/arithmetic.cuh"
 #include "kernels/cuda/fill.cuh"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/ptx.cuh"
 #include "util/philox.h"
 
 namespace longspan::cuda {
-
-/// The same value, but the compiler does not know so: what depends on it cannot be computed before, to be carried
-/// through a loop in registers that the loop needs.
-__device__ __forceinline__ int computed_here(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 
 template <class Math>
 inline constexpr bool kWide = sizeof(Element<Math>) == 4;
@@ -64,9 +57,7 @@ __device__ __forceinline__ void load_chunk(std::uint32_t target, const char* row
           for (int i = 0; i < 4; ++i) words[i] = source[2 * i] | static_cast<std::uint32_t>(source[2 * i + 1]) << 16;
         }
       }
-      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                   "r"(words[3])
-                   : "memory");
+      store_shared(target, words);
       return;
     }
   }

@@ -194,9 +194,7 @@ struct BackwardConsumer {
   /// spilled registers in the loop than none, unless branches share rows.
   __device__ __forceinline__ void free_tile(std::uint32_t stage) {
     if constexpr (S::kShared && !S::kMerges) {
-      int any = lane;
-      asm volatile("" : "+r"(any));
-      if (any < kWarpThreads) arrive(memory.tile_free(stage));
+      if (cuda::computed_here(lane) < kWarpThreads) arrive(memory.tile_free(stage));
     } else {
       arrive(memory.tile_free(stage));
     }

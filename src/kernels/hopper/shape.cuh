@@ -5,7 +5,7 @@
 
 #include "kernels/cuda/fill.cuh"
 #include "kernels/hopper/launch.h"
-#include "kernels/hopper/ptx.cuh"
+#include "kernels/ptx/hopper.cuh"
 
 namespace longspan::hopper {
 

@@ -1,12 +1,10 @@
 // Thin wrappers for what Hopper adds: barriers in shared memory that count bytes, the copy engine, registers handed
-// from one warp group to another, and descriptors of matrix operands in shared memory.
+// from one warp group to another.
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
-
-#include "kernels/cuda/ptx.cuh"
 
 namespace longspan::hopper {
 
@@ -175,13 +173,6 @@ __device__ __forceinline__ void pin(std::uint32_t (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
-/// An operand in shared memory in rows of 128 bytes, swizzled over 1024. `distance`: bytes from one block of 64 columns
-/// to the next, where columns are the operand's rows.
-__device__ __forceinline__ std::uint64_t operand(std::uint32_t address, std::uint32_t distance) {
-  constexpr std::uint64_t kEightRows = 1024 >> 4, kSwizzle128 = std::uint64_t{1} << 62;
-  return (address & 0x3FFFF) >> 4 | static_cast<std::uint64_t>(distance >> 4) << 16 | kEightRows << 32 | kSwizzle128;
-}
-
 /// Lets the next kernel of the stream begin, which waits for this one's end where it needs what this one leaves.
 __device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
 /// Until the kernel before this one has ended, where this one began early.

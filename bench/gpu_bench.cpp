@@ -208,7 +208,7 @@ void run(const Workload& work, const Request& request) {
   const PlanTotals totals = plan->totals();
   device_memory::reset_peak(device.index);
   const auto forward_once = [&] { attention.forward(view(q), view(k), view(v), view(out), lse_view); };
-  std::string line = fmt::format(R"({{"workload": "{}", "kernel": "{}")", work.name, plan->kernel(Pass::forward)->name);
+  std::string line = fmt::format(R"({{"workload": "{}", "kernel": "{}")", work.name, plan->kernel_name(Pass::forward));
   const auto report = [&](const char* step, const Times& times, double flops) {
     line += fmt::format(
         R"(, "{0}_ms": {1:.4f}, "{0}_burst_ms": {2:.4f}, "{0}_tflops": {3:.1f}, "{0}_burst_tflops": {4:.1f}, "{0}_extra_bytes": {5})",
@@ -224,7 +224,7 @@ void run(const Workload& work, const Request& request) {
     const auto backward_once = [&] {
       attention.backward(view(q), view(k), view(v), view(out), lse_view, view(dout), view(dq), view(dk), view(dv));
     };
-    line += fmt::format(R"(, "backward_kernel": "{}")", plan->kernel(Pass::backward)->name);
+    line += fmt::format(R"(, "backward_kernel": "{}")", plan->kernel_name(Pass::backward));
     if (request.once) backward_once();
     else report("backward", measure(backward_once), totals.backward_flops);
   }

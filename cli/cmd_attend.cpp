@@ -10,7 +10,6 @@
 #include "gpu/gpu.h"
 #include "interrupt.h"
 #include "json.h"
-#include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "machine.h"
 #include "problem_options.h"
@@ -192,6 +191,8 @@ int run(const AttendCommand& command) {
 
   const Attention attention(choice.pattern, choice.options);
   double seconds = 0;
+  CallReport ran;
+  call.report = &ran;
   {
     Progress progress("attend");
     call.progress = [&](double fraction) {
@@ -204,13 +205,11 @@ int run(const AttendCommand& command) {
   if (gpu_lse) lse->copy_from(*gpu_lse);
   writer.commit();
 
-  const auto plan = attention.plan(Attention::problem(q.view, k.view, call));
-  const std::string kernel(plan->kernel(Pass::forward)->name);
   if (command.json) {
     Json json = {{"out", command.out},
                  {"shape", q.array.header.shape},
                  {"dtype", name_of(dtype)},
-                 {"kernel", kernel},
+                 {"kernel", ran.kernel},
                  {"pattern", choice.pattern.to_string()},
                  {"seconds", seconds},
                  {"device", to_string(choice.device)}};
@@ -218,7 +217,7 @@ int run(const AttendCommand& command) {
     print_json(json);
   } else {
     print("{}: {} {} in {} with kernel {}\n", printable(command.out), name_of(dtype), shape_text(q.array),
-          short_duration(seconds), kernel);
+          short_duration(seconds), ran.kernel);
   }
   return kSuccess;
 }

@@ -11,7 +11,6 @@
 #include "gpu/gpu.h"
 #include "interrupt.h"
 #include "json.h"
-#include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "longspan/memory.h"
 #include "longspan/threads.h"
@@ -53,7 +52,7 @@ double peak_used_bytes(Device device, bool reset) {
 
 /// Runs to warm up, then several times; GPUs rest before the first, and then run without a rest.
 template <class Body>
-Timing measure(std::string_view kernel, double flops, int repeats, Device device, Progress& progress,
+Timing measure(const CallReport& ran, double flops, int repeats, Device device, Progress& progress,
                double progress_begin, double progress_end, Body&& body) {
   constexpr double kSustainedSeconds = 0.15;
   const bool gpu = device.type == DeviceType::cuda;
@@ -67,7 +66,7 @@ Timing measure(std::string_view kernel, double flops, int repeats, Device device
     if (repeat >= 0) seconds.push_back(taken);
   }
   std::sort(seconds.begin(), seconds.end());
-  Timing timing{std::string(kernel),
+  Timing timing{std::string(ran.kernel),
                 seconds[seconds.size() / 2],
                 seconds.front(),
                 0,
@@ -136,7 +135,7 @@ int run(const BenchCommand& command) {
   const auto plan = attention.plan(shape);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     if (pass == Pass::backward && command.forward_only) continue;
-    if (plan->kernel(pass) == nullptr) throw Unsupported(plan->why_no_kernel(pass));
+    if (plan->kernel_name(pass).empty()) throw Unsupported(plan->why_no_kernel(pass));
   }
   if (shape.tokens == 0 || shape.batch == 0)
     throw InvalidArgument("tokens", "nothing to time: give at least 1 token and 1 entry");
@@ -146,24 +145,23 @@ int run(const BenchCommand& command) {
   Call call;
   call.cancel = &interrupted();
   call.dropout_seed = choice.seed;
+  CallReport ran;
+  call.report = &ran;
   std::vector<Timing> timings;
   Peak peak;
   std::optional<double> tile_peak;
   {
     Progress progress("bench");
     peak.measure(shape.device, shape.dtype);
-    timings.push_back(measure(plan->kernel(Pass::forward)->name, totals.forward_flops, command.repeats, shape.device,
-                              progress, 0.0, command.forward_only ? 1.0 : 0.3, [&] {
-                                attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(),
-                                                  work.lse.view(), call);
-                              }));
+    timings.push_back(measure(
+        ran, totals.forward_flops, command.repeats, shape.device, progress, 0.0, command.forward_only ? 1.0 : 0.3, [&] {
+          attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), call);
+        }));
     if (!command.forward_only) {
-      timings.push_back(measure(plan->kernel(Pass::backward)->name, totals.backward_flops, command.repeats,
-                                shape.device, progress, 0.3, 1.0, [&] {
-                                  attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(),
-                                                     work.lse.view(), work.dout.view(), work.dq.view(), work.dk.view(),
-                                                     work.dv.view(), call);
-                                }));
+      timings.push_back(measure(ran, totals.backward_flops, command.repeats, shape.device, progress, 0.3, 1.0, [&] {
+        attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(),
+                           work.dout.view(), work.dq.view(), work.dk.view(), work.dv.view(), call);
+      }));
     }
     peak.measure(shape.device, shape.dtype);
     if (shape.dtype == DType::bf16 && shape.device.type == DeviceType::cpu)

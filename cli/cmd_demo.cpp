@@ -231,7 +231,7 @@ bool runs_on(const Attention& attention, const ProblemChoice& choice, Device dev
   Problem problem = choice.problem(kMostTokens);
   problem.device = device;
   const auto plan = attention.plan(problem);
-  return plan->kernel(Pass::forward) != nullptr && plan->kernel(Pass::backward) != nullptr;
+  return !plan->kernel_name(Pass::forward).empty() && !plan->kernel_name(Pass::backward).empty();
 }
 
 /// The device that was asked for; otherwise the CPU, and beside it the first GPU where there is one.
@@ -248,7 +248,7 @@ std::vector<Device> choose_devices(const DemoCommand& command, const ProblemChoi
     problem.device = device;
     const auto plan = attention.plan(problem);
     for (const Pass pass : {Pass::forward, Pass::backward}) {
-      if (plan->kernel(pass) == nullptr) throw Unsupported(plan->why_no_kernel(pass));
+      if (plan->kernel_name(pass).empty()) throw Unsupported(plan->why_no_kernel(pass));
     }
   }
   return devices;
@@ -302,9 +302,9 @@ ReportRun run_on(Device device, const Attention& attention, const Plan& host_pla
     run.peak_source = "multiply-adds of vectors on registers";
   }
   const PlanTotals totals = plan->totals();
-  run.passes = {{"forward", std::string(plan->kernel(Pass::forward)->name), times.forward,
+  run.passes = {{"forward", std::string(plan->kernel_name(Pass::forward)), times.forward,
                  totals.forward_flops / times.forward * 1e-9},
-                {"backward", std::string(plan->kernel(Pass::backward)->name), times.backward,
+                {"backward", std::string(plan->kernel_name(Pass::backward)), times.backward,
                  totals.backward_flops / times.backward * 1e-9}};
   return run;
 }

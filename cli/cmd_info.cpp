@@ -7,7 +7,6 @@
 #include "gpu/gpu.h"
 #include "json.h"
 #include "kernels/cuda/cuda.h"
-#include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "longspan/memory.h"
 #include "longspan/threads.h"
@@ -29,13 +28,13 @@ struct InfoCommand {
 
 Json describe_kernels(const Plan& plan) {
   Json kernels = Json::array();
-  for (const Kernel* kernel : all_kernels()) {
-    const auto verdict = [&](Pass pass) {
-      const Verdict given = kernel->can_run(plan, pass);
-      return Json{{"ok", given.ok}, {"reason", given.reason}};
-    };
+  const auto forward = plan.kernel_verdicts(Pass::forward), backward = plan.kernel_verdicts(Pass::backward);
+  const auto describe = [](const KernelVerdict& verdict) {
+    return Json{{"ok", verdict.can_run}, {"reason", verdict.reason}};
+  };
+  for (std::size_t i = 0; i < forward.size(); ++i) {
     kernels.push_back(
-        {{"name", kernel->name}, {"forward", verdict(Pass::forward)}, {"backward", verdict(Pass::backward)}});
+        {{"name", forward[i].kernel}, {"forward", describe(forward[i])}, {"backward", describe(backward[i])}});
   }
   return kernels;
 }
@@ -73,9 +72,7 @@ Json describe_gpus() {
 int run(const InfoCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
   const auto plan = Attention(choice.pattern, choice.options).plan(choice.problem(kDefaultTokens));
-  const auto chosen = [&](Pass pass) {
-    return plan->kernel(pass) ? std::string(plan->kernel(pass)->name) : std::string();
-  };
+  const auto chosen = [&](Pass pass) { return std::string(plan->kernel_name(pass)); };
   if (!choice.options.kernel.empty() && chosen(Pass::forward).empty() && chosen(Pass::backward).empty()) {
     throw Unsupported(plan->why_no_kernel(Pass::forward));
   }
@@ -142,7 +139,7 @@ int run(const InfoCommand& command) {
   }
   print_text(table.to_string());
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    if (plan->kernel(pass) == nullptr) print("{}\n", bad(plan->why_no_kernel(pass)));
+    if (plan->kernel_name(pass).empty()) print("{}\n", bad(plan->why_no_kernel(pass)));
   }
   return kSuccess;
 }

@@ -6,7 +6,6 @@
 #include "command.h"
 #include "console.h"
 #include "json.h"
-#include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "longspan/exchange.h"
 #include "problem_options.h"
@@ -101,9 +100,8 @@ void print_branches(const Plan& plan) {
 int run(const PlanCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
   const auto plan = Attention(choice.pattern, choice.options).plan(choice.problem(kDefaultTokens));
-  const Kernel* forward = plan->kernel(Pass::forward);
-  const Kernel* backward = plan->kernel(Pass::backward);
-  if (!choice.options.kernel.empty() && forward == nullptr) throw Unsupported(plan->why_no_kernel(Pass::forward));
+  const std::string_view forward = plan->kernel_name(Pass::forward), backward = plan->kernel_name(Pass::backward);
+  if (!choice.options.kernel.empty() && forward.empty()) throw Unsupported(plan->why_no_kernel(Pass::forward));
   const PlanTotals totals = plan->totals();
   const Problem& problem = plan->problem();
   const double rows =
@@ -116,25 +114,26 @@ int run(const PlanCommand& command) {
     Json branches = Json::array();
     for (std::size_t index = 0; index < plan->branches().size(); ++index)
       branches.push_back(describe_branch(*plan, index));
-    Json json = {{"pattern", choice.pattern.to_string()},
-                 {"problem", describe(problem)},
-                 {"options", describe(choice.options)},
-                 {"totals",
-                  {{"pairs", totals.pairs},
-                   {"strand_rows", totals.strand_rows},
-                   {"forward_flops", totals.forward_flops},
-                   {"backward_flops", totals.backward_flops},
-                   {"forward_bytes", totals.forward_bytes},
-                   {"backward_bytes", totals.backward_bytes},
-                   {"work_items", plan->items(kQueryTile)},
-                   {"query_tile", kQueryTile},
-                   {"forward_workspace_bytes", forward ? Json(plan->workspace_bytes(Pass::forward)) : Json()},
-                   {"backward_workspace_bytes", backward ? Json(plan->workspace_bytes(Pass::backward)) : Json()}}},
-                 {"kernels",
-                  {{"forward", forward ? Json(forward->name) : Json()},
-                   {"backward", backward ? Json(backward->name) : Json()},
-                   {"why_none", plan->why_no_kernel(Pass::forward)}}},
-                 {"branches", branches}};
+    Json json = {
+        {"pattern", choice.pattern.to_string()},
+        {"problem", describe(problem)},
+        {"options", describe(choice.options)},
+        {"totals",
+         {{"pairs", totals.pairs},
+          {"strand_rows", totals.strand_rows},
+          {"forward_flops", totals.forward_flops},
+          {"backward_flops", totals.backward_flops},
+          {"forward_bytes", totals.forward_bytes},
+          {"backward_bytes", totals.backward_bytes},
+          {"work_items", plan->items(kQueryTile)},
+          {"query_tile", kQueryTile},
+          {"forward_workspace_bytes", forward.empty() ? Json() : Json(plan->workspace_bytes(Pass::forward))},
+          {"backward_workspace_bytes", backward.empty() ? Json() : Json(plan->workspace_bytes(Pass::backward))}}},
+        {"kernels",
+         {{"forward", forward.empty() ? Json() : Json(forward)},
+          {"backward", backward.empty() ? Json() : Json(backward)},
+          {"why_none", plan->why_no_kernel(Pass::forward)}}},
+        {"branches", branches}};
     if (command.ranks > 0) json["ring"] = ring;
     print_json(json);
     return kSuccess;
@@ -145,9 +144,10 @@ int run(const PlanCommand& command) {
         with_commas(static_cast<double>(problem.tokens)), problem.batch, problem.heads, problem.head_dim,
         problem.kv_heads, name_of(problem.dtype), to_string(problem.device));
   print_branches(*plan);
-  const auto bytes_of = [&](Pass pass, const Kernel* kernel) {
-    return kernel ? fmt::format("{} ({})", short_bytes(static_cast<double>(plan->workspace_bytes(pass))), kernel->name)
-                  : "no kernel";
+  const auto bytes_of = [&](Pass pass, std::string_view kernel) {
+    return kernel.empty()
+               ? "no kernel"
+               : fmt::format("{} ({})", short_bytes(static_cast<double>(plan->workspace_bytes(pass))), kernel);
   };
   Table table({{"", Align::left}, {"forward"}, {"backward"}});
   table.add({"FLOPs", short_count(totals.forward_flops), short_count(totals.backward_flops)});
@@ -158,7 +158,7 @@ int run(const PlanCommand& command) {
   print_text(table.to_string());
   if (command.ranks > 0) print_ring(ring);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    if (plan->kernel(pass) == nullptr) print("{}\n", bad(plan->why_no_kernel(pass)));
+    if (plan->kernel_name(pass).empty()) print("{}\n", bad(plan->why_no_kernel(pass)));
   }
   return kSuccess;
 }

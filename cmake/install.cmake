@@ -11,7 +11,7 @@ if(longspan_fetched_hwy AND NOT BUILD_SHARED_LIBS)
 endif()
 
 install(
-  TARGETS longspan
+  TARGETS longspan_library
   EXPORT longspanTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
@@ -32,7 +32,9 @@ install(FILES ${PROJECT_BINARY_DIR}/longspanConfig.cmake ${PROJECT_BINARY_DIR}/l
 # The prefix is found from the file's own place, so that an install tree may be moved.
 file(RELATIVE_PATH pc_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 string(REGEX REPLACE "/$" "" pc_prefix "${pc_prefix}")
-if(NOT BUILD_SHARED_LIBS)
+if(BUILD_SHARED_LIBS)
+  set(pc_rpath " -Wl,-rpath,\${libdir}") # programs run where they are, without LD_LIBRARY_PATH
+else()
   set(pc_cflags " -DLONGSPAN_STATIC")
   set(pc_libraries " -lhwy -pthread")
   if(LONGSPAN_WITH_MPI)

@@ -26,6 +26,12 @@ foreach(part CUDA MPI)
   endif()
 endforeach()
 
-if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
-  set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+# Kernels that are not optimised are 60 times slower, so that is what a build gets only if it asks for it.
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  if(PROJECT_IS_TOP_LEVEL)
+    set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+  else() # a variable of this folder: the rest of that build stays as it is
+    set(CMAKE_BUILD_TYPE Release)
+  endif()
+  message(STATUS "longspan: no CMAKE_BUILD_TYPE is given, so longspan is built as Release")
 endif()

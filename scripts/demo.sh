@@ -5,5 +5,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 require_build_packages
-configure_and_build release longspan_cli
+configure_and_build release longspan_cli longspan_library # the library, too: `cmake --install build/release` works then
 exec "$repository/build/release/longspan" demo "$@"

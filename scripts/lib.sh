@@ -75,10 +75,11 @@ require_build_packages() {
     fail "cmake $version is too old: 3.25 or newer is needed ($(command -v cmake))"
 }
 
-# configure_and_build PRESET [TARGET]: incremental; the output goes to stderr, since stdout belongs to the command.
+# configure_and_build PRESET [TARGET...]: incremental; the output goes to stderr, since stdout belongs to the command.
 configure_and_build() {
-  local preset=$1 target=${2:-all}
-  (cd "$repository" && cmake --preset "$preset" && cmake --build --preset "$preset" --target "$target") >&2
+  local preset=$1
+  shift
+  (cd "$repository" && cmake --preset "$preset" && cmake --build --preset "$preset" --target "${@:-all}") >&2
 }
 
 # has_part PRESET PART: whether that build found CUDA or MPI.

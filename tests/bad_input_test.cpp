@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <random>
 
 #include "attention/check.h"
 #include "attention/run.h"
@@ -101,6 +102,19 @@ std::vector<BadInput> bad_inputs() {
       {"dropout_negative", "dropout", {"-0.1"}, [](Inputs& i) { i.options.dropout = -0.1; }},
       {"dropout_nan", "dropout", {"nan"}, [nan](Inputs& i) { i.options.dropout = nan; }},
       {"scale_infinite", "scale", {"inf"}, [infinity](Inputs& i) { i.options.scale = infinity; }},
+      {"scale_beyond_float32", "scale", {"1e+300", "float32"}, [](Inputs& i) { i.options.scale = 1e300; }},
+      {"output_scale_beyond_float32",
+       "output_scale",
+       {"-1e+39", "float32"},
+       [](Inputs& i) { i.options.output_scale = -1e39; }},
+      {"piece_head_overflows",
+       "pieces[0]",
+       {"2 heads from head 9223372036854775807", "k has 2"},
+       [](Inputs& i) {
+         static KeyPiece piece;
+         piece = {.k = i.k, .v = i.v, .kv_head = std::numeric_limits<std::int64_t>::max()};
+         i.call.pieces = {&piece, 1};
+       }},
       {"output_scale_nan", "output_scale", {"nan"}, [nan](Inputs& i) { i.options.output_scale = nan; }},
       {"lengths_too_long",
        "lengths",
@@ -321,6 +335,87 @@ TEST(BadInput, PiecesMustHoldWhatRandomBlocksOfShorterEntriesSee) {
     }
   }
   EXPECT_GT(cases, 0);  // some that only the shorter entry sees
+}
+
+/// A call over pieces of each key/value head alone, of which one lacks one row, is refused exactly when some query of
+/// some batch entry attends to that row; else it has the bits of whole tensors. Who attends to what is asked of the
+/// kernel itself: a NaN in the row of v reaches all who do.
+TEST(BadInput, PiecesAreRefusedExactlyWhenAnAttendedRowIsMissing) {
+  std::mt19937 engine(5);
+  const auto draw = [&](std::int64_t low, std::int64_t high) {
+    return std::uniform_int_distribution<std::int64_t>(low, high)(engine);
+  };
+  int refused = 0, accepted = 0;
+  for (int trial = 0; trial < 400; ++trial) {
+    const Shape shape{draw(1, 3), draw(1, 90), 4, std::int64_t{1} << draw(0, 2), 8};
+    const std::int64_t blocks = (shape.tokens + 15) / 16;
+    const auto random_mask = [&](std::int64_t heads) {
+      std::vector<std::uint8_t> dense(static_cast<std::size_t>(heads * blocks * blocks));
+      for (auto& bit : dense) bit = draw(0, 2) == 0;
+      return BlockMask::from_dense(16, heads, blocks, dense);
+    };
+    const Pattern patterns[] = {Pattern::dilated({draw(1, 40), draw(1, 100)}, {draw(1, 5), draw(1, 9)}),
+                                Pattern::longnet({draw(1, 40), draw(1, 100)}, {draw(1, 5), draw(1, 9)}),
+                                Pattern::longnet({draw(1, 100)}, {draw(1, 5)}, PhaseRule::torchscale),
+                                Pattern::block_sparse(random_mask(1)),
+                                Pattern::block_sparse(random_mask(shape.heads)),
+                                Pattern::block_sparse(random_mask(shape.batch * shape.heads)),
+                                Pattern::block_sparse(BlockPattern::random(0.3, 3, 16)),
+                                Pattern::dilated({draw(20, 200)}, {1}).with_long_segments(LongSegments::skip)};
+    Options options;
+    options.causal = trial % 2 == 0;
+    std::vector<RowRange> ranges;
+    for (std::int64_t i = draw(0, 2); i > 0; --i) {
+      const std::int64_t start = draw(0, shape.tokens - 1);
+      ranges.push_back({start, draw(1, shape.tokens - start)});
+    }
+    Case c(patterns[trial % 8], options, shape, DType::f32, Layout::bnhd, ranges);
+    if (trial % 3 == 0) {
+      for (std::int64_t entry = 0; entry < shape.batch; ++entry) c.lengths.push_back(draw(0, shape.tokens));
+    }
+    if (trial % 5 == 0) {
+      for (std::int64_t i = 0; i < shape.batch * shape.tokens; ++i) c.key_mask.push_back(draw(0, 3) > 0);
+    }
+    const Results whole = c.run("plain", false);
+    const std::int64_t missing = draw(0, shape.tokens - 1), head = draw(0, shape.kv_heads - 1);
+    const Tensor v = c.v;
+    for (std::int64_t entry = 0; entry < shape.batch; ++entry) c.v.set(entry, missing, head, 0, std::nan(""));
+    const Tensor marked = c.run("plain", false).out;
+    c.v = v;
+    bool attended = false;
+    marked.for_each([&](std::int64_t entry, std::int64_t row, std::int64_t of, std::int64_t column) {
+      attended = attended || std::isnan(marked.at(entry, row, of, column));
+    });
+
+    for (std::int64_t of = 0; of < shape.kv_heads; ++of) {
+      const auto add = [&](std::int64_t first, std::int64_t last) {
+        KeyPiece piece{first, 1, std::as_const(c.k).view(), std::as_const(c.v).view(), of};
+        for (ConstTensorView* const view : {&piece.k, &piece.v}) {
+          view->data = view->at<float>(0, first, of);
+          view->sizes[1] = last - first;
+          view->sizes[2] = 1;
+        }
+        if (last > first) c.pieces.push_back(piece);
+      };
+      add(0, of == head ? missing : shape.tokens);
+      if (of == head) add(missing + 1, shape.tokens);
+    }
+    if (c.pieces.empty()) continue;  // then k and v themselves are read
+    bool threw = false;
+    try {
+      const Results got = c.run("plain", false);
+      EXPECT_EQ(got.out, whole.out) << trial;
+      EXPECT_EQ(got.lse, whole.lse) << trial;
+    } catch (const InvalidArgument& error) {
+      EXPECT_EQ(error.argument(), "pieces");
+      threw = true;
+    }
+    ASSERT_EQ(threw, attended) << "trial " << trial << ", row " << missing << " of head " << head << " of "
+                               << c.pattern.to_string();
+    ++(threw ? refused : accepted);
+  }
+  EXPECT_GT(refused, 50);
+  EXPECT_GT(accepted, 50);
 }
 
 TEST(BadInput, OnlyTheLibraryMayLeaveKeysOut) {

@@ -361,5 +361,21 @@ TEST(BlockPatterns, MillionTokensPlanQuickly) {
   RecordProperty("milliseconds", static_cast<int>(seconds * 1e3));
 }
 
+TEST(BlockMask, IndicesOutsideAreRefused) {
+  const BlockMask mask = BlockMask::from_rows(16, 2, 2, {{0}, {1}, {0}, {0, 1}});
+  for (const std::int64_t head : {-1, 2}) {
+    EXPECT_THROW(mask.row(head, 0), InvalidArgument);
+    EXPECT_THROW(mask.column(head, 0), InvalidArgument);
+  }
+  for (const std::int64_t block : {std::int64_t{-1}, std::int64_t{2}, std::int64_t{1} << 32}) {
+    EXPECT_THROW(mask.row(0, block), InvalidArgument);
+    EXPECT_THROW(mask.column(0, block), InvalidArgument);
+    EXPECT_THROW(mask.active(0, block, 0), InvalidArgument);
+    EXPECT_THROW(mask.active(0, 0, block), InvalidArgument);
+    EXPECT_THROW(mask.visible_row(0, block, 32, false), InvalidArgument);
+    EXPECT_THROW(mask.visible_column(0, block, 32, false), InvalidArgument);
+  }
+}
+
 }  // namespace
 }  // namespace longspan

@@ -120,6 +120,36 @@ TEST(Plan, MaskMustFitTheStrand) {
   EXPECT_THROW(Plan(Pattern::block_sparse(three_heads), {}, problem_of(16, 2)), InvalidArgument);
 }
 
+TEST(Plan, ProblemsThatMakeNoSenseAreRefusedByName) {
+  const auto argument_of = [](auto&& spoil) {
+    Problem problem = problem_of(64, 4);
+    spoil(problem);
+    try {
+      Plan(Pattern::dense(), {}, problem);
+    } catch (const InvalidArgument& error) {
+      return error.argument();
+    }
+    return std::string("nothing");
+  };
+  EXPECT_EQ(argument_of([](Problem&) {}), "nothing");
+  EXPECT_EQ(argument_of([](Problem& p) { p.tokens = 0; }), "nothing");
+  EXPECT_EQ(argument_of([](Problem& p) { p.batch = -1; }), "batch");
+  EXPECT_EQ(argument_of([](Problem& p) { p.tokens = -1; }), "tokens");
+  EXPECT_EQ(argument_of([](Problem& p) { p.query_rows = -1; }), "query_rows");
+  EXPECT_EQ(argument_of([](Problem& p) { p.heads = 0; }), "heads");
+  EXPECT_EQ(argument_of([](Problem& p) { p.heads = std::int64_t{1} << 62; }), "heads");
+  EXPECT_EQ(argument_of([](Problem& p) { p.kv_heads = 0; }), "kv_heads");
+  EXPECT_EQ(argument_of([](Problem& p) { p.kv_heads = 3; }), "kv_heads");
+  EXPECT_EQ(argument_of([](Problem& p) { p.head_dim = 0; }), "head_dim");
+}
+
+TEST(Plan, BranchesOutsideAreRefused) {
+  const Plan plan(Pattern::dilated({16, 32}, {1, 2}), {}, problem_of(32, 2));
+  const BlockMask mask = BlockMask::from_rows(16, 1, 2, {{0}, {1}});
+  EXPECT_THROW(plan.pairs(2), InvalidArgument);
+  EXPECT_THROW(plan.with_mask(2, mask), InvalidArgument);
+}
+
 TEST(Plan, TrillionTokensAreInstant) {
   const std::int64_t tokens = std::int64_t{1} << 40;
   const Plan plan(Pattern::dilated({2048, 1 << 20, tokens}, {1, 512, tokens / 2048}), {}, problem_of(tokens, 8, 64));

@@ -262,6 +262,25 @@ TEST(Threads, WorkAfterFork) {
 }
 #endif
 
+#if defined(__GLIBC__)
+TEST(Threads, ACallRunsAloneWhereTheSystemGivesNoThread) {
+  const pid_t child = fork();
+  if (child == 0) {  // a process of its own: its pool starts without threads
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, std::size_t{1} << 50);  // more than there are addresses
+    if (pthread_setattr_default_np(&attributes) != 0) _exit(2);
+    std::atomic<int> ran{0};
+    parallel_for(8, 1000, {}, [&](int worker, std::int64_t) { ran += worker == 0; });
+    _exit(ran == 1000 ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+#endif
+
 TEST(Threads, OneAttentionSharedByHostThreads) {
   using testing::Case;
   const Case c(Pattern::longnet({32, 64}, {1, 2}), {}, {1, 128, 4, 4, 32});

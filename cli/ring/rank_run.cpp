@@ -162,8 +162,7 @@ std::string OneDevice::kernel(Pass pass) const {
   Problem problem = inputs_.problem;
   problem.query_rows = settings_.shards.rows(0);
   problem.has_pieces = problem.has_piece_gradients = settings_.shards.ranks() > 1;
-  const auto plan = Attention(settings_.pattern, settings_.options).plan(problem);
-  return plan->kernel(pass) ? std::string(plan->kernel(pass)->name) : std::string();
+  return std::string(Attention(settings_.pattern, settings_.options).plan(problem)->kernel_name(pass));
 }
 
 /// The CPU's kernels give a row the same bits whether its keys come in pieces or not, so there nothing is forced; a

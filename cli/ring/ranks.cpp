@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <exception>
+#include <future>
 #include <span>
 #include <thread>
 
@@ -79,17 +80,34 @@ void run_local_ranks(int ranks, const std::function<void(const std::shared_ptr<C
   std::vector<std::shared_ptr<Communicator>> ring = local_ring(ranks);
   std::vector<std::exception_ptr> errors(ring.size());
   std::vector<std::thread> threads;
-  for (std::size_t rank = 0; rank < ring.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(ring[rank]);
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-      ring[rank].reset();  // whoever waits for this rank hears that it left
-    });
+  std::promise<bool> all_there;  // ranks begin when every one has its thread
+  const std::shared_future<bool> begin = all_there.get_future().share();
+  std::string missing;
+  try {
+    threads.reserve(ring.size());
+    for (std::size_t rank = 0; rank < ring.size(); ++rank) {
+      threads.emplace_back([&, begin, rank] {
+        if (!begin.get()) return;
+        try {
+          body(ring[rank]);
+        } catch (...) {
+          errors[rank] = std::current_exception();
+        }
+        ring[rank].reset();  // whoever waits for this rank hears that it left
+      });
+    }
+  } catch (const std::exception& error) {
+    missing = error.what();
   }
+  all_there.set_value(missing.empty());
+  const std::size_t started = threads.size();
   for (std::thread& thread : threads) thread.join();
+  if (!missing.empty()) {
+    throw CommError(
+        fmt::format("the system gives no thread to rank {} of {} ({}): use fewer --ranks, or raise the limit on "
+                    "threads (ulimit -u)",
+                    started, ranks, missing));
+  }
   std::exception_ptr echo;
   for (const std::exception_ptr& error : errors) {
     if (!error) continue;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "longspan/export.h"
 #include "longspan/pattern.h"
@@ -18,33 +19,38 @@ namespace longspan {
 struct KeyPiece {
   std::int64_t first = 0;
   std::int64_t step = 1;
-  ConstTensorView k;  ///< [B, count, heads, D]: key/value heads kv_head, kv_head + 1, ...
-  ConstTensorView v;
+  ConstTensorView k{};  ///< [B, count, heads, D]: key/value heads kv_head, kv_head + 1, ...
+  ConstTensorView v{};
   std::int64_t kv_head = 0;
   /// Backward: where the gradients of these rows are added, float32 (float64 if k is), in k's shape. All pieces or none
   /// have them; dk and dv of the call are then not given. On a GPU their rows are aligned to 16 bytes.
   TensorView dk{}, dv{};
 };
 
+/// What a call did.
+struct CallReport {
+  std::string_view kernel{};  ///< name of the kernel that ran; empty if nothing was left to compute
+};
+
 /// Data of one call. Nothing here is part of a plan; spans and pointers must stay valid until the call (on a GPU: the
 /// stream) is done with them.
 struct Call {
   /// Positions of q's rows, in q's order; empty means 0 .. N-1.
-  std::span<const RowRange> query_ranges;
+  std::span<const RowRange> query_ranges{};
   /// If given, rows of k and v are found here, in the first piece that has them, and k.data and v.data may be null.
   /// Every row that a query attends to must be in some piece, unless key_mask excludes it.
-  std::span<const KeyPiece> pieces;
+  std::span<const KeyPiece> pieces{};
   /// [B] i32 or i64: entry e has lengths[e] rows. Host values are checked, device values are clamped to [0, N].
-  ConstTensorView lengths;
+  ConstTensorView lengths{};
   /// [B, N] boolean: true where a key may be attended.
-  ConstTensorView key_mask;
+  ConstTensorView key_mask{};
   /// [H] f32: score -= slope * |i - j|.
-  ConstTensorView alibi_slopes;
+  ConstTensorView alibi_slopes{};
   std::uint64_t dropout_seed = 0;
   /// Read instead of dropout_seed when not null; a device pointer for CUDA tensors, so that graphs can replay.
   const std::uint64_t* dropout_seed_pointer = nullptr;
   /// Backward only: gradient with respect to lse, [B, H, Nq].
-  ConstTensorView dlse;
+  ConstTensorView dlse{};
   /// cudaStream_t for CUDA tensors.
   void* stream = nullptr;
   /// At least Plan::workspace_bytes, aligned to 64 bytes; null takes it from `allocate` or else the library's pool.
@@ -52,11 +58,13 @@ struct Call {
   std::size_t workspace_size = 0;
   /// The caller's own allocator: asked once, by the calling thread, for a call that needs workspace. What it returns is
   /// aligned to 64 bytes and stays the caller's, who may reuse it when the call (on a GPU: the stream) is done with it.
-  std::function<void*(std::size_t bytes)> allocate;
+  std::function<void*(std::size_t bytes)> allocate{};
   /// Polled by every long loop; once true the call throws Cancelled.
   const std::atomic<bool>* cancel = nullptr;
   /// Called from the calling thread now and then with the fraction done; returning false cancels the call.
-  std::function<bool(double)> progress;
+  std::function<bool(double)> progress{};
+  /// Filled in when the call returns.
+  CallReport* report = nullptr;
 };
 
 /// Attention over one pattern with fixed options. Immutable: share it between threads.

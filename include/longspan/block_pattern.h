@@ -29,7 +29,7 @@ struct BlockTerm {
     adaptive,  ///< density: per entry, head and row the diagonal and the columns whose mean key fits the mean query
   };
   Kind kind = Kind::local_window;
-  std::vector<std::int64_t> numbers;
+  std::vector<std::int64_t> numbers{};
   double density = 0;
   std::uint64_t seed = 0;
   bool operator==(const BlockTerm&) const = default;

@@ -28,7 +28,7 @@ enum class LongSegments : std::uint8_t { clip, skip };
 struct Branch {
   std::int64_t segment = kWholeSequence;
   std::int64_t dilation = 1;
-  std::optional<BlockPattern> mask;  ///< in strand coordinates; none means every pair of the strand
+  std::optional<BlockPattern> mask{};  ///< in strand coordinates; none means every pair of the strand
   bool operator==(const Branch&) const = default;
 };
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "longspan/export.h"
@@ -13,18 +14,18 @@
 
 namespace longspan {
 
-struct Kernel;
+struct KernelChoice;
 
 /// What is fixed for an Attention object; part of the plan's key.
 struct Options {
   bool causal = false;
-  std::optional<double> scale;         ///< factor on scores; default 1 / sqrt(head_dim)
-  std::optional<double> output_scale;  ///< factor on the output; default the pattern's own
-  double dropout = 0.0;                ///< probability of dropping a pair, in [0, 1)
-  bool deterministic = false;          ///< same gradient bits on every run (the CPU always is)
-  bool detached_mix = false;           ///< gradients hold the weights between branches constant, as torchscale does
-  bool allow_tf32 = false;             ///< GPU, float32: TF32 tensor cores may be used
-  std::string kernel;                  ///< run this kernel or throw; empty picks the best (or LONGSPAN_FORCE_KERNEL)
+  std::optional<double> scale{};         ///< factor on scores; default 1 / sqrt(head_dim)
+  std::optional<double> output_scale{};  ///< factor on the output; default the pattern's own
+  double dropout = 0.0;                  ///< probability of dropping a pair, in [0, 1)
+  bool deterministic = false;            ///< same gradient bits on every run (the CPU always is)
+  bool detached_mix = false;             ///< gradients hold the weights between branches constant, as torchscale does
+  bool allow_tf32 = false;               ///< GPU, float32: TF32 tensor cores may be used
+  std::string kernel{};                  ///< run this kernel or throw; empty picks the best (or LONGSPAN_FORCE_KERNEL)
   bool operator==(const Options&) const = default;
 };
 
@@ -33,7 +34,7 @@ enum class Pass : std::uint8_t { forward, backward };
 /// Shapes and layout of one call, and which optional call data it has (never their values).
 struct Problem {
   DType dtype = DType::f32;
-  Device device;
+  Device device{};
   std::int64_t batch = 1;
   std::int64_t tokens = 0;      ///< N: rows of k and v
   std::int64_t query_rows = 0;  ///< Nq: rows of q and out
@@ -96,6 +97,13 @@ struct BranchPlan {
   std::int64_t padding(const Strand& strand, std::int64_t length, bool causal) const;
 };
 
+/// What one kernel of this build says to a pass of a plan.
+struct KernelVerdict {
+  std::string kernel{};
+  bool can_run = false;
+  std::string reason{};  ///< why not; empty if it can
+};
+
 /// Totals of a plan. Doubles, since 2^40 tokens squared overflow an integer; exact below 2^53.
 struct PlanTotals {
   double pairs = 0;           ///< attended (query, key) pairs over batch and heads
@@ -129,19 +137,23 @@ class LONGSPAN_API Plan {
   PlanTotals totals() const;
   /// Pairs of one branch over the batch.
   double pairs(std::size_t branch) const;
-  /// What the chosen kernel needs in one call, in bytes. 0 where nothing is needed.
+  /// What a call needs at most, in bytes, whichever kernel takes its tensors. 0 where nothing is needed.
   std::size_t workspace_bytes(Pass pass) const;
-  /// The kernel that runs a pass, or nullptr with why_no_kernel() saying what each one refused.
-  const Kernel* kernel(Pass pass) const { return kernels_[static_cast<int>(pass)]; }
-  const std::string& why_no_kernel(Pass pass) const { return refusals_[static_cast<int>(pass)]; }
+  /// Name of the kernel that runs a pass, empty if none can; why_no_kernel() then says what each one refused. A call
+  /// whose tensors this kernel cannot take (alignment, strides) goes to the next that can: Call::report names it.
+  std::string_view kernel_name(Pass pass) const;
+  std::string why_no_kernel(Pass pass) const;
+  /// What every kernel of this build says to a pass, fastest first.
+  std::vector<KernelVerdict> kernel_verdicts(Pass pass) const;
   /// Several lines for people.
   std::string to_string() const;
   /// Bytes the plan itself holds; what PlanCache counts.
   std::size_t bytes() const;
 
  private:
-  friend class PlanCompiler;
+  friend struct KernelChoice;
   void make_mask(std::size_t branch, const BlockPattern& blocks);
+  void check_branch(std::size_t branch) const;
 
   Pattern pattern_;
   Options options_;
@@ -150,8 +162,7 @@ class LONGSPAN_API Plan {
   double scale_ = 1;
   double output_scale_ = 1;
   bool merges_branches_ = false;
-  const Kernel* kernels_[2] = {nullptr, nullptr};
-  std::string refusals_[2];
+  std::shared_ptr<const KernelChoice> choice_;  // made by Attention::plan
 };
 
 struct PlanCacheStatistics {

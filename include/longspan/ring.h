@@ -4,6 +4,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "longspan/attention.h"
@@ -25,13 +26,14 @@ struct RingOptions {
 
 /// A stretch of time within a call, for traces.
 struct RingEvent {
-  std::string name;
+  std::string name{};
   double begin = 0, end = 0;  ///< seconds since the call began
 };
 
 /// What one call did. Bytes are payload; headers are counted apart.
 struct RingReport {
-  double began = 0;  ///< seconds since 1970 when the call began, on the clock that ranks share
+  std::string_view kernel{};  ///< name of the kernel that ran, the last one where parts of the call took several
+  double began = 0;           ///< seconds since 1970 when the call began, on the clock that ranks share
   std::int64_t bytes_sent = 0;
   std::int64_t bytes_received = 0;
   std::int64_t messages_sent = 0;
@@ -42,7 +44,7 @@ struct RingReport {
   double waited_seconds = 0;      ///< in which nothing was computed, because messages were on their way
   double overlapped_seconds = 0;  ///< of work until messages were seen to have come
   double total_seconds = 0;
-  std::vector<RingEvent> events;
+  std::vector<RingEvent> events{};
 };
 
 /// Remote rows that a forward received, for the backward of the same inputs. Empty until a forward fills it.

@@ -63,7 +63,7 @@ template <class Void>
 struct BasicTensorView {
   Void* data = nullptr;
   DType dtype = DType::f32;
-  Device device;
+  Device device{};
   std::array<std::int64_t, 4> sizes{0, 0, 0, 0};    ///< batch, rows, heads, columns
   std::array<std::int64_t, 4> strides{0, 0, 0, 0};  ///< in elements; 0 is allowed on inputs
 

@@ -11,7 +11,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
-#include "kernels/kernel.h"
 #include "longspan/attention.h"
 #include "longspan/error.h"
 
@@ -142,18 +141,15 @@ nb::dict totals(const Plan& plan) {
 }
 
 std::optional<std::string> kernel_name(const Plan& plan, const std::string& pass) {
-  const Kernel* kernel = plan.kernel(parse_pass(pass));
-  if (kernel == nullptr) return std::nullopt;
-  return std::string(kernel->name);
+  const std::string_view name = plan.kernel_name(parse_pass(pass));
+  return name.empty() ? std::nullopt : std::optional(std::string(name));
 }
 
 /// One entry for each kernel of the build: (name, can it run the plan's pass, why not).
 nb::list kernel_verdicts(const Plan& plan, const std::string& pass) {
   nb::list list;
-  for (const Kernel* kernel : all_kernels()) {
-    const Verdict verdict = kernel->can_run(plan, parse_pass(pass));
-    list.append(nb::make_tuple(std::string(kernel->name), verdict.ok, verdict.reason));
-  }
+  for (const KernelVerdict& verdict : plan.kernel_verdicts(parse_pass(pass)))
+    list.append(nb::make_tuple(verdict.kernel, verdict.can_run, verdict.reason));
   return list;
 }
 

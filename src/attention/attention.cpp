@@ -7,10 +7,10 @@
 
 #include "attention/call_masks.h"
 #include "attention/check.h"
+#include "attention/kernel_choice.h"
 #include "attention/run.h"
 #include "device/device_pool.h"
 #include "kernels/cuda/cuda.h"
-#include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
 #include "memory/host_pool.h"
@@ -20,24 +20,6 @@
 namespace longspan {
 
 struct Attention::Specification : PlanSpecification {};
-
-/// Adds to a plan what only this layer knows: which kernels run it.
-class PlanCompiler {
- public:
-  static std::shared_ptr<const Plan> compile(const PlanSpecification& specification, const Problem& problem) {
-    auto plan = std::make_shared<Plan>(specification.pattern, specification.options, problem);
-    for (const Pass pass : {Pass::forward, Pass::backward}) {
-      const int index = static_cast<int>(pass);
-      plan->kernels_[index] = select_kernel(*plan, pass, plan->refusals_[index]);
-    }
-    return plan;
-  }
-};
-
-std::size_t Plan::workspace_bytes(Pass pass) const {
-  const Kernel* chosen = kernel(pass);
-  return chosen ? chosen->workspace_bytes(*this, pass, num_threads()) : 0;
-}
 
 namespace {
 
@@ -74,12 +56,6 @@ class Workspace {
   HostLease host_;
   DeviceLease device_;
 };
-
-const Kernel& kernel_of(const Plan& plan, Pass pass) {
-  const Kernel* kernel = plan.kernel(pass);
-  if (!kernel) throw Unsupported(plan.why_no_kernel(pass));
-  return *kernel;
-}
 
 bool must_have_all_keys(const Problem& problem, KeysGiven given) {
   return problem.has_pieces && (given == KeysGiven::all || problem.device.type == DeviceType::cpu);
@@ -120,24 +96,35 @@ const Pattern& Attention::pattern() const { return specification_->pattern; }
 const Options& Attention::options() const { return specification_->options; }
 
 std::shared_ptr<const Plan> Attention::plan(const Problem& problem) const {
-  return PlanCache::instance().get(specification_, problem, &PlanCompiler::compile);
+  const auto compile = [](const PlanSpecification& specification, const Problem& of) -> std::shared_ptr<const Plan> {
+    auto plan = std::make_shared<Plan>(specification.pattern, specification.options, of);
+    KernelChoice::keep(*plan);
+    return plan;
+  };
+  return PlanCache::instance().get(specification_, problem, compile);
 }
 
 void run_forward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
                  const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call,
                  KeysGiven given) {
   const Problem problem = check_forward(attention.options(), q, k, v, out, lse, call);
+  if (call.report) *call.report = {};
   const auto plan = attention.plan(problem);
   const RowRange whole{0, problem.tokens};
   const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
   CallPlan own(*plan, call);
   if (must_have_all_keys(problem, given)) check_pieces(*own, k, v, call, ranges);
-  const Kernel& kernel = kernel_of(*plan, Pass::forward);
+  const auto choice = KernelChoice::of(*plan);
+  choice->require(Pass::forward);
   if (problem.batch == 0 || problem.query_rows == 0) return;
   const int threads = num_threads();
   own.choose(q, k, call, ranges, threads);
+  ForwardArguments arguments{*own, call, ranges, q, k, v, out, lse, threads};
+  const Kernel& kernel = choice->taking(Pass::forward, arguments);
   const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::forward, threads));
-  kernel.forward({*own, call, ranges, q, k, v, out, lse, threads, workspace.data()});
+  arguments.workspace = workspace.data();
+  kernel.forward(arguments);
+  if (call.report) call.report->kernel = kernel.name;
 }
 
 void run_backward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
@@ -145,12 +132,14 @@ void run_backward(const Attention& attention, const ConstTensorView& q, const Co
                   const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
                   const Call& call, KeysGiven given) {
   const Problem problem = check_backward(attention.options(), q, k, v, out, lse, dout, dq, dk, dv, call);
+  if (call.report) *call.report = {};
   const auto plan = attention.plan(problem);
   const RowRange whole{0, problem.tokens};
   const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
   CallPlan own(*plan, call);
   if (must_have_all_keys(problem, given)) check_pieces(*own, k, v, call, ranges);
-  const Kernel& kernel = kernel_of(*plan, Pass::backward);
+  const auto choice = KernelChoice::of(*plan);
+  choice->require(Pass::backward);
   if (problem.batch == 0 || problem.tokens == 0) return;
   if (problem.query_rows == 0) {
     if (problem.has_piece_gradients) return;
@@ -160,8 +149,12 @@ void run_backward(const Attention& attention, const ConstTensorView& q, const Co
   }
   const int threads = num_threads();
   own.choose(q, k, call, ranges, threads);
+  BackwardArguments arguments{*own, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads};
+  const Kernel& kernel = choice->taking(Pass::backward, arguments);
   const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::backward, threads));
-  kernel.backward({*own, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads, workspace.data()});
+  arguments.workspace = workspace.data();
+  kernel.backward(arguments);
+  if (call.report) call.report->kernel = kernel.name;
 }
 
 void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,

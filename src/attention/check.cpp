@@ -212,9 +212,8 @@ void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& 
     if (piece.k.batch() != batch || piece.k.columns() != q.columns()) {
       reject(name, "{} has shape {}: give [{}, rows, heads, {}]", name, shape_of(piece.k), batch, q.columns());
     }
-    if (piece.kv_head < 0 || piece.kv_head + piece.k.heads() > k.heads()) {
-      reject(name, "{} has heads {} to {}: k has {}", name, piece.kv_head, piece.kv_head + piece.k.heads() - 1,
-             k.heads());
+    if (piece.kv_head < 0 || piece.k.heads() > k.heads() || piece.kv_head > k.heads() - piece.k.heads()) {
+      reject(name, "{} has {} heads from head {} on: k has {}", name, piece.k.heads(), piece.kv_head, k.heads());
     }
     if (piece.step < 1) reject(name, "{} has step {}: steps are at least 1", name, piece.step);
     const std::int64_t rows = piece.k.rows();
@@ -261,13 +260,14 @@ void check_lse(std::string_view name, const ConstTensorView& lse, const ConstTen
 /// Which key blocks of a strand some of its queries see; empty where they may see all: without a mask, and with an
 /// adaptive one, which is chosen from all keys.
 std::vector<bool> seen_blocks(const BranchPlan& branch, std::int64_t mask_head, const QueryRun& queries,
-                              std::int64_t count) {
+                              std::int64_t count, bool causal) {
   if (!branch.mask || branch.adaptive_density > 0) return {};
   const std::int64_t size = branch.mask->block_size();
   std::vector<bool> seen(static_cast<std::size_t>((count + size - 1) / size));
   for (std::int64_t row = queries.begin / size; row * size < queries.begin + queries.count; ++row) {
     for (const std::int64_t column : branch.mask->row(mask_head, row)) {
-      if (column * size < count) seen[static_cast<std::size_t>(column)] = true;
+      if (column * size >= count || (causal && column > row)) break;
+      seen[static_cast<std::size_t>(column)] = true;
     }
   }
   return seen;
@@ -311,7 +311,8 @@ class PieceCheck {
     if (queries.count == 0) return;
     const std::int64_t needed = plan_.options().causal ? queries.begin + queries.count : strand.count;
     const std::int64_t kv_head = head / (plan_.problem().heads / plan_.problem().kv_heads);
-    const std::vector<bool> seen = seen_blocks(branch, branch.mask_head(entry, head), queries, strand.count);
+    const std::vector<bool> seen =
+        seen_blocks(branch, branch.mask_head(entry, head), queries, strand.count, plan_.options().causal);
     for (std::int64_t index = 0; index < needed;) {
       if (!seen.empty() && !seen[static_cast<std::size_t>(index / branch.mask->block_size())]) {
         ++index;
@@ -356,11 +357,14 @@ void check_options(const Options& options) {
   if (!(options.dropout >= 0.0 && options.dropout < 1.0)) {
     reject("dropout", "dropout is {}: give a probability from 0 up to, but not including, 1", options.dropout);
   }
-  if (options.scale && !std::isfinite(*options.scale)) {
-    reject("scale", "scale is {}: give a finite factor, or none for 1 / sqrt(head_dim)", *options.scale);
+  // Kernels compute in float32.
+  const auto finite = [](double factor) { return std::abs(factor) <= std::numeric_limits<float>::max(); };
+  if (options.scale && !finite(*options.scale)) {
+    reject("scale", "scale is {}: give a factor that is finite in float32, or none for 1 / sqrt(head_dim)",
+           *options.scale);
   }
-  if (options.output_scale && !std::isfinite(*options.output_scale)) {
-    reject("output_scale", "output_scale is {}: give a finite factor", *options.output_scale);
+  if (options.output_scale && !finite(*options.output_scale)) {
+    reject("output_scale", "output_scale is {}: give a factor that is finite in float32", *options.output_scale);
   }
 }
 

@@ -15,18 +15,19 @@ class SplitForward {
  public:
   SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                const TensorView& out, const TensorView& lse, const Call& call);
-  /// Whether the chosen kernel can.
-  bool possible() const { return kernel_ && kernel_->runs_parts; }
+  /// Whether the kernel that takes the call can.
+  bool possible() const { return kernel_.runs_parts; }
   void run(const ForwardPart& part, const Call& call) const;
 
  private:
+  ForwardArguments arguments(const Call& call) const;
   std::size_t needed_bytes() const;
 
   std::shared_ptr<const Plan> plan_;
-  const Kernel* kernel_;
   ConstTensorView q_, k_, v_;
   TensorView out_, lse_;
   int threads_;
+  const Kernel& kernel_;
   HostLease host_;
   DeviceLease device_;
 };

@@ -33,6 +33,26 @@ Call with_ranges(const Call& call, std::span<const RowRange> ranges) {
   return own;
 }
 
+/// The caller's call with a report of its own, which goes into the ring's and the caller's when the call is over.
+class RingCallReport {
+ public:
+  RingCallReport(RingReport& report, const Call& callers) : call(callers), report_(report), callers_(callers.report) {
+    call.report = &own_;
+  }
+  ~RingCallReport() {
+    report_.kernel = own_.kernel;
+    if (callers_) *callers_ = own_;
+  }
+  RingCallReport(const RingCallReport&) = delete;
+  RingCallReport& operator=(const RingCallReport&) = delete;
+  Call call;
+
+ private:
+  CallReport own_;
+  RingReport& report_;
+  CallReport* callers_;
+};
+
 }  // namespace
 
 std::int64_t RingHalo::bytes() const { return data_ ? total_bytes(data_->messages) : 0; }
@@ -52,6 +72,10 @@ Ring::Ring(Attention attention, std::shared_ptr<Communicator> communicator, Shar
                                                 ranks, state_->communicator->size()));
   }
   state_->rank = state_->communicator->rank();
+  if (state_->rank < 0 || state_->rank >= ranks) {
+    throw InvalidArgument("communicator", fmt::format("the communicator says it is rank {} of {}: ranks are 0 to {}",
+                                                      state_->rank, ranks, ranks - 1));
+  }
 }
 
 Ring::~Ring() = default;
@@ -189,9 +213,10 @@ void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const Con
   State& state = *state_;
   if (keep) keep->clear();
   state.check_call(q, k, v, call);
+  const RingCallReport reported(state.report, call);
   if (state.shards.ranks() == 1) {
     const RingClock clock(state.report);
-    return state.attention.forward(q, k, v, out, lse, call);
+    return state.attention.forward(q, k, v, out, lse, reported.call);
   }
   std::vector<KeyPiece> own;
   add_own_pieces(own, state.ranges(), k, v);
@@ -202,8 +227,8 @@ void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const Con
   const auto plan = state.plan(whole_problem(q, k, call, tokens));
   const MessageRules rules = state.rules(*plan, call, Pass::forward, true);
   const ForwardTensors tensors{q, k, v, out, lse};
-  if (plan->rounds(Pass::forward)) state.rounds_forward(*plan, rules, tensors, call);
-  else state.halo_forward(*plan, rules, tensors, call, plan->rounds(Pass::backward) ? nullptr : keep);
+  if (plan->rounds(Pass::forward)) state.rounds_forward(*plan, rules, tensors, reported.call);
+  else state.halo_forward(*plan, rules, tensors, reported.call, plan->rounds(Pass::backward) ? nullptr : keep);
 }
 
 void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
@@ -212,9 +237,10 @@ void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const Co
                     const RingHalo* kept) {
   State& state = *state_;
   state.check_call(q, k, v, call);
+  const RingCallReport reported(state.report, call);
   if (state.shards.ranks() == 1) {
     const RingClock clock(state.report);
-    return state.attention.backward(q, k, v, out, lse, dout, dq, dk, dv, call);
+    return state.attention.backward(q, k, v, out, lse, dout, dq, dk, dv, reported.call);
   }
   // Checked as a call on the shard alone, whose dk and dv have k's rows; then what speaks of the whole sequence.
   Call shard_call = call;
@@ -229,8 +255,8 @@ void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const Co
   const auto plan = state.plan(whole_problem(q, k, call, tokens));
   const MessageRules rules = state.rules(*plan, call, Pass::backward, !kept || kept->empty());
   const BackwardTensors tensors{q, k, v, out, lse, dout, dq, dk, dv};
-  if (plan->rounds(Pass::backward)) state.rounds_backward(*plan, rules, tensors, call);
-  else state.halo_backward(*plan, rules, tensors, call, kept);
+  if (plan->rounds(Pass::backward)) state.rounds_backward(*plan, rules, tensors, reported.call);
+  else state.halo_backward(*plan, rules, tensors, reported.call, kept);
 }
 
 }  // namespace longspan

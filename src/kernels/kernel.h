@@ -64,13 +64,22 @@ struct Kernel {
   void (*forward)(const ForwardArguments& arguments);
   void (*backward)(const BackwardArguments& arguments);
   bool runs_parts = false;  // whether forward takes a ForwardPart
+  /// What a plan does not say: whether the kernel takes the tensors and query ranges of this call, which has no
+  /// workspace yet. Null: it takes all of every plan that it can run.
+  Verdict (*accepts_forward)(const ForwardArguments& arguments) = nullptr;
+  Verdict (*accepts_backward)(const BackwardArguments& arguments) = nullptr;
+
+  Verdict accepts(const ForwardArguments& a) const { return accepts_forward ? accepts_forward(a) : yes(); }
+  Verdict accepts(const BackwardArguments& a) const { return accepts_backward ? accepts_backward(a) : yes(); }
+  bool takes_all(Pass pass) const { return pass == Pass::forward ? !accepts_forward : !accepts_backward; }
 };
 
 /// Every kernel of this build, fastest first. The reference comes last.
 std::span<const Kernel* const> all_kernels();
 
-/// The kernel for a pass: the one named by options.kernel, else by LONGSPAN_FORCE_KERNEL, else the first that can run.
-/// Returns nullptr and fills `why` when there is none.
-const Kernel* select_kernel(const Plan& plan, Pass pass, std::string& why);
+/// The kernels that calls of a pass are offered to, in turn: the one named by options.kernel, else by
+/// LONGSPAN_FORCE_KERNEL, else all that can run, fastest first, up to one that takes all tensors. Empty, with `why`
+/// filled in, when there is none.
+std::vector<const Kernel*> select_kernels(const Plan& plan, Pass pass, std::string& why);
 
 }  // namespace longspan

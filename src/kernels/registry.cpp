@@ -33,7 +33,7 @@ bool named(const Kernel& kernel, std::string_view name) {
 
 std::span<const Kernel* const> all_kernels() { return kernels(); }
 
-const Kernel* select_kernel(const Plan& plan, Pass pass, std::string& why) {
+std::vector<const Kernel*> select_kernels(const Plan& plan, Pass pass, std::string& why) {
   std::string_view wanted = plan.options().kernel;
   if (wanted.empty()) {
     if (const char* forced = std::getenv("LONGSPAN_FORCE_KERNEL")) wanted = forced;
@@ -41,23 +41,29 @@ const Kernel* select_kernel(const Plan& plan, Pass pass, std::string& why) {
   const std::string_view pass_name = pass == Pass::forward ? "forward" : "backward";
   why = wanted.empty() ? fmt::format("no kernel can run this {}:", pass_name)
                        : fmt::format("kernel '{}' cannot run this {}:", wanted, pass_name);
+  std::vector<const Kernel*> selected;
   bool known = false;
   for (const Kernel* kernel : all_kernels()) {
     if (!wanted.empty() && !named(*kernel, wanted)) continue;
     known = true;
     Verdict verdict = kernel->can_run(plan, pass);
     if (verdict.ok) {
-      why.clear();
-      return kernel;
+      selected.push_back(kernel);
+      if (kernel->takes_all(pass) || !wanted.empty()) break;
+      continue;
     }
     why += fmt::format(" {} {};", kernel->name, verdict.reason);
+  }
+  if (!selected.empty()) {
+    why.clear();
+    return selected;
   }
   if (!known) {
     why = fmt::format("kernel '{}' is unknown: this build has", wanted);
     for (const Kernel* kernel : all_kernels()) why += fmt::format(" {},", kernel->name);
   }
   why.pop_back();
-  return nullptr;
+  return selected;
 }
 
 }  // namespace longspan

@@ -50,6 +50,18 @@ struct BlockMask::Lists {
   std::size_t at(std::int64_t head, std::int64_t block) const {
     return static_cast<std::size_t>(head * blocks + block);
   }
+  void check_block(const char* name, std::int64_t block) const {
+    if (block < 0 || block >= blocks)
+      throw InvalidArgument(name, fmt::format("{} {}: the mask has {} blocks", name, block, blocks));
+  }
+  /// Where the list of a block row (or column) begins; a mask of one head serves all.
+  std::size_t place_of(const char* name, std::int64_t head, std::int64_t block) const {
+    check_block(name, block);
+    if (heads == 1) return at(0, block);
+    if (head < 0 || head >= heads)
+      throw InvalidArgument("head", fmt::format("head {}: the mask has {} heads", head, heads));
+    return at(head, block);
+  }
 };
 
 void check_block_size(int block_size) {
@@ -175,20 +187,21 @@ std::int64_t BlockMask::heads() const { return lists_->heads; }
 std::int64_t BlockMask::blocks() const { return lists_->blocks; }
 
 std::span<const std::int32_t> BlockMask::row(std::int64_t head, std::int64_t block_row) const {
-  const std::size_t index = lists_->at(lists_->heads == 1 ? 0 : head, block_row);
+  const std::size_t index = lists_->place_of("block_row", head, block_row);
   const std::int64_t begin = lists_->offsets[index];
   return {lists_->columns.data() + begin, static_cast<std::size_t>(lists_->offsets[index + 1] - begin)};
 }
 
 std::span<const std::int32_t> BlockMask::column(std::int64_t head, std::int64_t block_column) const {
   std::call_once(lists_->transposed, [&] { lists_->transpose(); });
-  const std::size_t index = lists_->at(lists_->heads == 1 ? 0 : head, block_column);
+  const std::size_t index = lists_->place_of("block_column", head, block_column);
   const std::int64_t begin = lists_->row_offsets[index];
   return {lists_->rows.data() + begin, static_cast<std::size_t>(lists_->row_offsets[index + 1] - begin)};
 }
 
 bool BlockMask::active(std::int64_t head, std::int64_t block_row, std::int64_t block_column) const {
   const auto columns = row(head, block_row);
+  lists_->check_block("block_column", block_column);
   return std::binary_search(columns.begin(), columns.end(), static_cast<std::int32_t>(block_column));
 }
 

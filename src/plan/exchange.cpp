@@ -212,10 +212,6 @@ ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(
     throw InvalidArgument("shards", fmt::format("shards of {} tokens for a sequence of {}: they must be equal",
                                                 shards_.tokens(), problem.tokens));
   }
-  if (rank < 0 || rank >= shards_.ranks()) {
-    throw InvalidArgument("rank",
-                          fmt::format("rank {} of {}: ranks are 0 to {}", rank, shards_.ranks(), shards_.ranks() - 1));
-  }
   bytes_per_pair_ = 2 * problem.batch * problem.head_dim * size_of(problem.dtype);
   gradient_bytes_per_pair_ = 2 * problem.batch * problem.head_dim * (problem.dtype == DType::f64 ? 8 : 4);
   naive_ring_bytes_ = (problem.tokens - shards_.rows(rank)) * problem.kv_heads * bytes_per_pair_;

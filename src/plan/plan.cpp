@@ -46,6 +46,21 @@ void check_mask(const BlockMask& mask, std::size_t branch, std::int64_t rows, co
   }
 }
 
+/// Heads are walked through one by one; everything else only has to make sense.
+void check_problem(const Problem& problem) {
+  constexpr std::int64_t kMostHeads = std::int64_t{1} << 20;
+  const auto reject = [](const char* name, std::int64_t value, const char* fix) {
+    throw InvalidArgument(name, fmt::format("{} is {}: {}", name, value, fix));
+  };
+  if (problem.batch < 0) reject("batch", problem.batch, "give 0 or more entries");
+  if (problem.tokens < 0) reject("tokens", problem.tokens, "give 0 or more rows");
+  if (problem.query_rows < 0) reject("query_rows", problem.query_rows, "give 0 or more rows");
+  if (problem.heads < 1 || problem.heads > kMostHeads) reject("heads", problem.heads, "give 1 to 1048576 heads");
+  if (problem.kv_heads < 1 || problem.heads % problem.kv_heads != 0)
+    reject("kv_heads", problem.kv_heads, "the number of heads must be a multiple of it");
+  if (problem.head_dim < 1) reject("head_dim", problem.head_dim, "give at least 1");
+}
+
 std::int64_t longest_strand(const Branch& branch, std::int64_t tokens) {
   return ceil_divide(std::min(branch.segment, tokens), branch.dilation);
 }
@@ -68,6 +83,7 @@ std::int64_t BranchPlan::padding(const Strand& strand, std::int64_t length, bool
 
 Plan::Plan(Pattern pattern, Options options, Problem problem)
     : pattern_(std::move(pattern)), options_(std::move(options)), problem_(problem) {
+  check_problem(problem_);
   const auto& branches = pattern_.branches();
   const std::int64_t groups = static_cast<std::int64_t>(branches.size());
   const std::int64_t heads = problem_.heads;
@@ -118,9 +134,7 @@ void Plan::make_mask(std::size_t index, const BlockPattern& blocks) {
 }
 
 Plan Plan::with_mask(std::size_t index, BlockMask mask) const {
-  if (index >= branches_.size()) {
-    throw InvalidArgument("branch", fmt::format("branch {}: the plan has {} branches", index, branches_.size()));
-  }
+  check_branch(index);
   check_mask(mask, index, longest_strand(pattern_.branches()[index], problem_.tokens), problem_);
   Plan plan = *this;
   BranchPlan& branch = plan.branches_[index];
@@ -130,7 +144,13 @@ Plan Plan::with_mask(std::size_t index, BlockMask mask) const {
   return plan;
 }
 
+void Plan::check_branch(std::size_t index) const {
+  if (index >= branches_.size())
+    throw InvalidArgument("branch", fmt::format("branch {}: the plan has {} branches", index, branches_.size()));
+}
+
 double Plan::pairs(std::size_t index) const {
+  check_branch(index);
   const BranchPlan& branch = branches_[index];
   const std::int64_t length = problem_.tokens;
   if (length == 0 || !branch.active(length)) return 0;
@@ -208,13 +228,6 @@ std::string Plan::to_string() const {
         active ? "" : ", skipped: the segment is longer than the sequence", pairs(i));
   }
   return text;
-}
-
-std::size_t Plan::bytes() const {
-  std::size_t bytes = sizeof(Plan) + options_.kernel.size() + branches_.size() * (sizeof(BranchPlan) + sizeof(Branch)) +
-                      refusals_[0].size() + refusals_[1].size();
-  for (const BranchPlan& branch : branches_) bytes += branch.mask ? branch.mask->bytes() : 0;
-  return bytes;
 }
 
 }  // namespace longspan

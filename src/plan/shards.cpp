@@ -12,7 +12,9 @@ namespace {
 
 void check_counts(std::int64_t tokens, int ranks) {
   if (tokens < 0) throw InvalidArgument("tokens", fmt::format("{} tokens: give none or more", tokens));
-  if (ranks < 1) throw InvalidArgument("ranks", fmt::format("{} ranks: a ring has at least one", ranks));
+  constexpr int kMostRanks = 1 << 20;
+  if (ranks < 1 || ranks > kMostRanks)
+    throw InvalidArgument("ranks", fmt::format("{} ranks: give 1 to {}", ranks, kMostRanks));
 }
 
 /// Where part `index` of `parts` begins, lengths differing by at most one.
@@ -74,6 +76,8 @@ Shards Shards::zigzag(std::int64_t tokens, int ranks) {
 }
 
 std::span<const RowRange> Shards::ranges(int rank) const {
+  if (rank < 0 || rank >= ranks())
+    throw InvalidArgument("rank", fmt::format("rank {} of {}: ranks are 0 to {}", rank, ranks(), ranks() - 1));
   const std::size_t index = static_cast<std::size_t>(rank);
   return std::span(ranges_).subspan(first_range_[index], first_range_[index + 1] - first_range_[index]);
 }

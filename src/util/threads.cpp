@@ -186,7 +186,7 @@ class Pool {
   void grow(int workers) {
     try {
       for (; workers_ < workers; ++workers_) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {}
+    } catch (const std::exception&) {}
   }
 
   void report(Job& job, Clock::time_point& reported) {

@@ -63,4 +63,11 @@ expect 2 "--q, --k and --v together" "$longspan" ring --ranks 2 --q q.npy
 expect 2 "would replace" "$longspan" ring --ranks 2 --q q.npy --k k.npy --v v.npy --out q.npy
 expect 2 "cuda" "$longspan" ring --ranks 2 "${small[@]}" --device cuda
 
+# Where the system gives no threads, the command says so: stacks of a petabyte are more than there are addresses.
+if (ulimit -Ss 1099511627776) 2>/dev/null; then
+  without_threads() { (ulimit -Ss 1099511627776 && exec "$@"); }
+  expect 3 "no thread to rank 0 of 4.*fewer --ranks" without_threads "$longspan" ring --ranks 4 "${small[@]}"
+  expect 0 "" without_threads "$longspan" ring --ranks 1 "${small[@]}" --verify
+fi
+
 finish

@@ -10,6 +10,7 @@ execute_process(
   OUTPUT_VARIABLE flags
   OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 separate_arguments(flags UNIX_COMMAND "${flags}")
-execute_process(COMMAND ${CXX} -std=c++20 -O2 ${SOURCE}/main.cpp ${flags} -Wl,-rpath,${WORK}/moved/${LIBDIR} -o
-                        ${WORK}/minimal COMMAND_ERROR_IS_FATAL ANY)
+# As the README has it, with every warning that users may have on.
+execute_process(COMMAND ${CXX} -std=c++20 -Wall -Wextra -Werror ${SOURCE}/main.cpp ${flags} -o ${WORK}/minimal
+                COMMAND_ERROR_IS_FATAL ANY)
 expect("${EXPECT}" ${WORK}/minimal)

@@ -268,6 +268,15 @@ TEST(Exchange, MessagesCutByPositionsKeepEveryRow) {
   }
 }
 
+TEST(Shards, RanksOutsideAreRefused) {
+  for (const Shards& shards : {Shards::even(10, 2), Shards::zigzag(10, 2)}) {
+    for (const int rank : {-1, 2, 1 << 30}) {
+      EXPECT_THROW(shards.rows(rank), InvalidArgument) << rank;
+      EXPECT_THROW(shards.ranges(rank), InvalidArgument) << rank;
+    }
+  }
+}
+
 TEST(Shards, AreCheckedAndBalanced) {
   EXPECT_EQ(Shards::even(10, 3).rows(0), 4);
   EXPECT_EQ(Shards::even(10, 3).rows(2), 3);
@@ -279,6 +288,8 @@ TEST(Shards, AreCheckedAndBalanced) {
   EXPECT_THROW(Shards::contiguous(falling), InvalidArgument);
   EXPECT_THROW(Shards::contiguous(late), InvalidArgument);
   EXPECT_THROW(Shards::even(5, 0), InvalidArgument);
+  EXPECT_THROW(Shards::even(5, 1000000000), InvalidArgument);
+  EXPECT_THROW(Shards::zigzag(5, 1000000000), InvalidArgument);
   const Plan plan = make_plan(Pattern::dense(), 12, 1, 1, false);
   EXPECT_THROW(ExchangePlan(plan, Shards::even(11, 2), 0), InvalidArgument);
   EXPECT_THROW(ExchangePlan(plan, Shards::even(12, 2), 2), InvalidArgument);

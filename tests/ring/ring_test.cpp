@@ -228,6 +228,39 @@ TEST(LocalRing, BadInputIsRefusedByName) {
   EXPECT_THROW(alone.forward(c.q.view(), c.k.view(), c.v.view(), out.view()), InvalidArgument);  // 20 rows of 30
 }
 
+/// A transport of somebody's own that counts its ranks from 1.
+class Miscounted final : public Communicator {
+ public:
+  explicit Miscounted(int rank) : rank_(rank) {}
+  int rank() const override { return rank_; }
+  int size() const override { return 2; }
+  void begin(std::span<const SendBuffer>, std::span<const ReceiveBuffer>) override {}
+  void wait(Deadline) override {}
+  void abort() noexcept override {}
+
+ private:
+  int rank_;
+};
+
+TEST(LocalRing, RanksAndPeersOutsideTheRingAreRefused) {
+  for (const int rank : {-1, 2}) {
+    try {
+      Ring(Attention(Pattern::dense()), std::make_shared<Miscounted>(rank), Shards::even(20, 2));
+      ADD_FAILURE() << "rank " << rank << " of 2 was accepted";
+    } catch (const InvalidArgument& error) {
+      EXPECT_EQ(error.argument(), "communicator");
+    }
+  }
+  EXPECT_THROW(local_ring(0), InvalidArgument);
+  EXPECT_THROW(local_ring(1000000000), InvalidArgument);
+  const auto ring = local_ring(2);
+  std::byte data{};
+  const SendBuffer sends[] = {{2, &data, 1}};
+  const ReceiveBuffer receives[] = {{-1, &data, 1}};
+  EXPECT_THROW(ring[0]->begin(sends, {}), InvalidArgument);
+  EXPECT_THROW(ring[0]->begin({}, receives), InvalidArgument);
+}
+
 TEST(LocalRing, BlocksDrawnForEachLengthAreRefused) {
   Case c(Pattern::block_sparse(BlockPattern::random(0.5, 1, 16)), {}, {2, 64, 1, 1, 16});
   c.lengths = {64, 40};

@@ -22,6 +22,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int kMostRanks = 4096;
+
 struct Note {
   int source = 0, target = 0;
   std::uint64_t number = 0;  // of the messages from source to target
@@ -89,6 +91,8 @@ class LocalCommunicator final : public Communicator {
       throw CommError(fmt::format("rank {} died in exchange {} (injected)", fault->rank, exchange));
     }
     if (const LocalFault* fault = find(LocalFault::Kind::stall, -1, exchange)) std::this_thread::sleep_for(fault->time);
+    for (const SendBuffer& send : sends) check_peer(send.peer);
+    for (const ReceiveBuffer& receive : receives) check_peer(receive.peer);
     waiting_.assign(receives.begin(), receives.end());
     const std::lock_guard lock(board_->mutex);
     for (const SendBuffer& send : sends) post(send, exchange);
@@ -149,6 +153,12 @@ class LocalCommunicator final : public Communicator {
       }
     }
     return nullptr;
+  }
+
+  void check_peer(int peer) const {
+    if (peer < 0 || peer >= size())
+      throw InvalidArgument("peer",
+                            fmt::format("peer {} of a ring of {}: ranks are 0 to {}", peer, size(), size() - 1));
   }
 
   /// With the board's mutex held.
@@ -269,7 +279,8 @@ class LocalCommunicator final : public Communicator {
 
 std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults,
                                                       std::uint64_t shuffle) {
-  if (ranks < 1) throw InvalidArgument("ranks", fmt::format("{} ranks: a ring has at least one", ranks));
+  if (ranks < 1 || ranks > kMostRanks)
+    throw InvalidArgument("ranks", fmt::format("{} ranks: give 1 to {}, a thread for each", ranks, kMostRanks));
   const auto board = std::make_shared<Board>(ranks, std::move(faults), shuffle);
   std::vector<std::shared_ptr<Communicator>> communicators;
   for (int rank = 0; rank < ranks; ++rank) communicators.push_back(std::make_shared<LocalCommunicator>(board, rank));

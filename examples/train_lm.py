@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 4 examples/train_lm.py --data FILE --ring 2     # 2 rings of 2: 2 sequences at a time
     torchrun --nproc-per-node 4 examples/train_lm.py --data FILE --ring 2 --shard     # parameters shared out, too (FSDP)
 
-Checkpoints are safetensors files, replaced in one step, so that a killed run finds the last one whole and goes on from there
-with the same losses: what a step draws depends on the seed and its number alone. Under torchrun the ranks of a ring share
+Checkpoints are safetensors files with a checksum, replaced in one step; the one before is kept. A killed run goes on from the
+last one with the same losses: what a step draws depends on the seed and its number alone. A damaged one is named, and the one
+before it used. Under torchrun the ranks of a ring share
 each sequence, the rings share the batch, and the losses are those of one process with the whole batch, to rounding. A
 checkpoint holds whole tensors: it goes on with any number of processes.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -26,7 +28,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -131,10 +133,29 @@ def flush(path: Path) -> None:
     os.close(handle)
 
 
+class Damaged(Exception):
+    """A checkpoint is not what was written."""
+
+
+def checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+    """Of names, types, shapes and bytes."""
+    result = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        result.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        result.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    result.update(json.dumps([metadata["step"], metadata["settings"]]).encode())
+    return result.hexdigest()
+
+
+def before(file: Path) -> Path:
+    return file.with_name(f"{file.stem}.before{file.suffix}")
+
+
 def save(
     file: Path, step: int, model: LongNetLM, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace, place: Place
 ) -> None:
-    """Writes beside the old file and replaces it when all is on the disk. Processes that share parameters gather them."""
+    """Writes beside the old file and replaces it when all is on the disk; the old one, unless it was found damaged, becomes
+    the one before. Processes that share parameters gather them."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
@@ -144,23 +165,68 @@ def save(
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
-    save_file(tensors, unfinished, {"step": str(step), "settings": json.dumps(settings(arguments))})
+    metadata = {"step": str(step), "settings": json.dumps(settings(arguments))}
+    save_file(tensors, unfinished, {**metadata, "checksum": checksum(tensors, metadata)})
     flush(unfinished)
+    if file.exists() and file not in DAMAGED:
+        os.replace(file, before(file))
+    DAMAGED.discard(file)
     os.replace(unfinished, file)
     flush(file.parent)
 
 
+DAMAGED: set[Path] = set()
+
+
 def read(file: Path, arguments: argparse.Namespace) -> tuple[int, dict[str, torch.Tensor]]:
-    """The step to go on with, and all tensors."""
-    with safe_open(file, "pt") as stored:
-        metadata = stored.metadata()
-        for name, value in json.loads(metadata["settings"]).items():
-            if value != settings(arguments)[name]:
-                raise SystemExit(
-                    f"{file} was written with --{name} {value}, this run has {settings(arguments)[name]}: use the same, or "
-                    "another --out"
-                )
-        return int(metadata["step"]), {name: stored.get_tensor(name) for name in stored.keys()}
+    """The step to go on with, and all tensors. Raises Damaged."""
+    try:
+        with safe_open(file, "pt") as stored:
+            metadata = stored.metadata() or {}
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+        if metadata["checksum"] != checksum(tensors, metadata):
+            raise Damaged("its bytes are not those that were written")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise Damaged(str(error)) from None
+    except KeyError as error:
+        raise Damaged(f"it has no {error.args[0]}") from None
+    for name, value in json.loads(metadata["settings"]).items():
+        if value != settings(arguments)[name]:
+            raise SystemExit(
+                f"{file} was written with --{name} {value}, this run has {settings(arguments)[name]}: use the same, or "
+                "another --out"
+            )
+    return int(metadata["step"]), tensors
+
+
+def read_newest(file: Path, arguments: argparse.Namespace, place: Place) -> tuple[int, dict[str, torch.Tensor]]:
+    """What to go on with: the newest checkpoint that is whole, step 0 if there has been none. The first process chooses."""
+    chosen: list[Path | str | None] = [None]
+    step, tensors = 0, {}
+    if place.rank == 0:
+        wrong = {}
+        for one in (file, before(file)):
+            try:
+                if one.exists():
+                    (step, tensors), chosen = read(one, arguments), [one]
+                    break
+            except Damaged as error:
+                wrong[one] = str(error)
+                DAMAGED.add(one)
+        for one, reason in wrong.items():
+            print(f"{one} is damaged ({reason})", *([f"going on from {chosen[0]}"] if chosen[0] else []), sep="; ", flush=True)
+        if wrong and chosen[0] is None:
+            chosen = [f"no checkpoint is whole: {', '.join(map(str, wrong))}; remove them to begin anew, or use another --out"]
+    if place.group is not None:
+        dist.broadcast_object_list(chosen)
+    if isinstance(chosen[0], str):
+        raise SystemExit(chosen[0])
+    if place.rank != 0 and chosen[0] is not None:
+        try:
+            step, tensors = read(chosen[0], arguments)
+        except Damaged as error:
+            raise SystemExit(f"{chosen[0]} is whole on the first process, and on process {place.rank} not: {error}") from None
+    return step, tensors
 
 
 def load_model(model: LongNetLM, tensors: dict[str, torch.Tensor]) -> None:
@@ -203,7 +269,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ring", type=int, help="processes that share a sequence (default: all of them)")
     parser.add_argument("--shard", action="store_true", help="share parameters out over the rings (FSDP) instead of copying them (DDP)")
-    parser.add_argument("--out", type=Path, help="folder for checkpoint.safetensors; a run that finds one goes on from it")
+    parser.add_argument("--out", type=Path, help="folder for checkpoints; a run that finds one goes on from it")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end")
     return parser.parse_args()
@@ -220,7 +286,7 @@ def train(arguments: argparse.Namespace, place: Place) -> LongNetLM:
         )
     model = make_model(arguments, place)
     file = arguments.out / "checkpoint.safetensors" if arguments.out else None
-    begin, tensors = read(file, arguments) if file and file.exists() else (0, {})
+    begin, tensors = read_newest(file, arguments, place) if file else (0, {})
     if tensors:
         load_model(model, tensors)
     shared = share(model, arguments, place)

@@ -89,25 +89,40 @@ def test_a_checkpoint_goes_on_with_any_number_of_processes(text, one_process, tm
     expect_close(curve, one_process)
 
 
-def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path):
+@pytest.fixture
+def example():
     specification = importlib.util.spec_from_file_location("train_lm", SCRIPT)
-    example = importlib.util.module_from_spec(specification)
-    sys.modules["train_lm"] = example  # dataclasses look their module up
-    specification.loader.exec_module(example)
-    arguments = argparse.Namespace(context=64, width=16, layers=1, heads=2, batch=1, seed=0, dropout=0.0, device="cpu",
-                                   gradient_checkpointing=False)  # fmt: skip
-    place = example.Place()
-    model = example.make_model(arguments, place)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["train_lm"] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def arguments():
+    return argparse.Namespace(context=64, width=16, layers=1, heads=2, batch=1, seed=0, dropout=0.0, device="cpu",
+                              gradient_checkpointing=False)  # fmt: skip
+
+
+@pytest.fixture
+def trained(example, arguments):
+    """A model and its optimizer after a step."""
+    model = example.make_model(arguments, example.Place())
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()
+    return model, optimizer
+
+
+def test_a_checkpoint_of_another_shape_is_refused_by_name(example, arguments, trained, tmp_path):
+    model, optimizer = trained
     file = tmp_path / "checkpoint.safetensors"
-    example.save(file, 7, model, optimizer, arguments, place)
+    example.save(file, 7, model, optimizer, arguments, example.Place())
     assert os.listdir(tmp_path) == [file.name]
 
-    again = example.make_model(arguments, place)
+    again = example.make_model(arguments, example.Place())
     fresh = torch.optim.AdamW(again.parameters())
-    step, tensors = example.read(file, arguments)
+    step, tensors = example.read_newest(file, arguments, example.Place())
     assert step == 7
     example.load_model(again, tensors)
     example.load_optimizer(again, fresh, tensors)
@@ -116,4 +131,76 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path):
         assert all(torch.equal(old[key], new[key]) for key in old)
     arguments.width = 32
     with pytest.raises(SystemExit, match="--width 16, this run has 32"):
-        example.read(file, arguments)
+        example.read_newest(file, arguments, example.Place())
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    at %= len(data)
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+
+def with_metadata(data: bytes, old: bytes, new: bytes) -> bytes:
+    assert data.count(old) == 1 and len(old) == len(new)
+    return data.replace(old, new)
+
+
+DAMAGE = {
+    "a payload byte flipped": lambda data: flipped(data, len(data) - 1000),
+    "the last byte flipped": lambda data: flipped(data, len(data) - 1),
+    "payload zeroed": lambda data: data[:-5000] + bytes(5000),
+    "a header byte flipped": lambda data: flipped(data, 100),
+    "header length overwritten": lambda data: b"\xff" * 8 + data[8:],
+    "another step": lambda data: with_metadata(data, b'"step":"2"', b'"step":"9"'),
+    "another seed": lambda data: with_metadata(data, b'"seed\\": 0', b'"seed\\": 1'),
+    "checksum renamed": lambda data: with_metadata(data, b'"checksum"', b'"checksun"'),
+    "truncated": lambda data: data[: len(data) // 2],
+    "a byte short": lambda data: data[:-1],
+    "a byte long": lambda data: data + b"x",
+    "empty": lambda data: b"",
+    "other text": lambda data: b"not a checkpoint\n" * 10,
+}
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(example, arguments, trained, tmp_path, capsys):
+    place, file = example.Place(), tmp_path / "checkpoint.safetensors"
+    assert example.read_newest(file, arguments, place) == (0, {})
+    for step in (1, 2):
+        example.save(file, step, *trained, arguments, place)
+    whole = {path: path.read_bytes() for path in (file, example.before(file))}
+    for damage in DAMAGE.values():
+        file.write_bytes(damage(whole[file]))
+        step, tensors = example.read_newest(file, arguments, place)
+        assert step == 1 and tensors
+        said = capsys.readouterr().out
+        assert f"{file} is damaged" in said and f"going on from {example.before(file)}" in said
+    # What was found damaged does not take the place of the whole one before.
+    example.save(file, 3, *trained, arguments, place)
+    assert example.read_newest(file, arguments, place)[0] == 3
+    assert example.before(file).read_bytes() == whole[example.before(file)]
+    example.save(file, 4, *trained, arguments, place)
+    file.unlink()  # killed between two renames
+    assert example.read_newest(file, arguments, place)[0] == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_where_every_checkpoint_is_damaged_all_are_named(example, arguments, trained, tmp_path):
+    place, file = example.Place(), tmp_path / "checkpoint.safetensors"
+    example.save(file, 1, *trained, arguments, place)
+    one = file.read_bytes()
+    for others in ([], [example.before(file)]):
+        for path in (file, *others):
+            path.write_bytes(flipped(one, len(one) - 8))
+        with pytest.raises(SystemExit) as error:
+            example.read_newest(file, arguments, place)
+        assert "no checkpoint is whole" in str(error.value)
+        assert all(str(path) in str(error.value) for path in (file, *others))
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_with_the_same_losses(text, one_process, tmp_path):
+    command = [*FOUR[:-1], "2", str(SCRIPT), "--data", text, *SMALL, "--sample", "0", "--out", str(tmp_path), "--steps"]
+    run(*command, "4", "--save-every", "2")
+    file = tmp_path / "checkpoint.safetensors"
+    file.write_bytes(flipped(file.read_bytes(), -1000))
+    output = run(*command, "6", "--save-every", "2")
+    assert f"{file} is damaged" in output
+    expect_close(losses(output), {step: loss for step, loss in one_process.items() if step > 2})

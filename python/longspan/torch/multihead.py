@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .._errors import InvalidArgument
 from .dilated import DilatedAttention, ImprovedDilatedAttention
-from .options import autocast_once, check_dropout, hooked, inner_norm, integer, key_mask, surely, warn_once
+from .options import autocast_once, boolean_padding, check_dropout, hooked, inner_norm, integer, key_mask, surely, warn_once
 from .projected import EAGER_DEVICES, FEWEST_ROWS, projected_attention
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -39,6 +39,9 @@ class _Multihead(nn.Module):
         pool_arguments: dict[str, Any],
     ) -> None:
         super().__init__()
+        #: Whether tensors are [batch, tokens, embed_dim]; False: [tokens, batch, embed_dim], as layers of torch that were made
+        #: without batch_first pass them.
+        self.batch_first = True
         embed_dim, num_heads = integer("embed_dim", embed_dim), integer("num_heads", num_heads)
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
             raise InvalidArgument(
@@ -80,6 +83,20 @@ class _Multihead(nn.Module):
         if layers[0].bias is None:
             return None, None, None
         return tuple(part for layer in layers for part in layer.bias.chunk(3 // len(layers)))
+
+    # torch's transformer layers ask these of self_attn in evaluation, where they have a kernel of their own for dense
+    # attention. The second says that it is not to be used; the others are what it would read.
+    _qkv_same_embed_dim = False
+
+    @property
+    def in_proj_weight(self) -> Tensor:
+        """Rows of query, key and value projections, in that order."""
+        return torch.cat(self._projection_weights())
+
+    @property
+    def in_proj_bias(self) -> Tensor:
+        biases = self._projection_biases()
+        return self.out_proj.weight.new_zeros(3 * self.embed_dim) if biases[0] is None else torch.cat(biases)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
@@ -149,11 +166,12 @@ class _Multihead(nn.Module):
         is_causal: bool = False,
         average_attn_weights: bool = True,
     ) -> tuple[Tensor, None]:
-        """Tensors [batch, tokens, embed_dim]; key and value default to query. Returns (out, None).
+        """Tensors [batch, tokens, embed_dim] (but see batch_first); key and value default to query. Returns (out, None).
 
-        key_padding_mask [batch, tokens]: true where a key is padding (as in nn.MultiheadAttention). attn_mask
-        [batch, 1, 1, tokens]: true where a key may be attended (as in scaled_dot_product_attention). A boolean in
-        fourth place is is_causal, as in forward(query, key, value, is_causal). Weights are never returned.
+        key_padding_mask [batch, tokens]: true, or -inf, where a key is padding (as in nn.MultiheadAttention). attn_mask
+        [batch, 1, 1, tokens]: true where a key may be attended (as in scaled_dot_product_attention); or, with is_causal, the
+        causal mask [tokens, tokens]. A boolean in fourth place is is_causal, as in forward(query, key, value, is_causal).
+        Weights are never returned. A nested tensor may be query, key and value at once.
         """
         if isinstance(key_padding_mask, bool):
             key_padding_mask, is_causal = None, key_padding_mask
@@ -161,12 +179,21 @@ class _Multihead(nn.Module):
             warn_once("need_weights", f"{type(self).__name__}: need_weights has no effect, weights are never formed")
         key = query if key is None else key
         value = query if value is None else value
+        if query.is_nested:
+            return self._forward_nested(query, key, value, is_causal), None
+        if not self.batch_first:
+            same_key, same_value = key is query, value is key
+            query = query.transpose(0, 1)
+            key = query if same_key else key.transpose(0, 1)
+            value = key if same_value else value.transpose(0, 1)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self._check(name, tensor, query)
         batch, tokens, _ = query.shape
 
+        if is_causal and attn_mask is not None and attn_mask.dim() in (2, 3) and attn_mask.shape[-2:] == (tokens, tokens):
+            attn_mask = None  # torch's layers say the same twice
         mask = key_mask("attn_mask", attn_mask, batch, tokens, two_dimensional=False)
-        padding = key_mask("key_padding_mask", key_padding_mask, batch, tokens)
+        padding = key_mask("key_padding_mask", boolean_padding(key_padding_mask), batch, tokens)
         if padding is not None:
             mask = ~padding if mask is None else mask & ~padding
 
@@ -178,7 +205,18 @@ class _Multihead(nn.Module):
             split = (batch, tokens, self.num_heads, self.head_dim)
             projected = (x.view(split) for x in self._project(query, key, value))
             out = self.attention(*projected, is_causal=is_causal, attention_mask=mask)
-        return self._finish(out.reshape(batch, tokens, self.embed_dim)), None
+        out = self._finish(out.reshape(batch, tokens, self.embed_dim))
+        return out if self.batch_first else out.transpose(0, 1), None
+
+    def _forward_nested(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        if key is not query or value is not query or not self.batch_first:
+            raise InvalidArgument("query is nested: give the same tensor as key and value, batch first", "query")
+        lengths = torch.tensor([len(one) for one in query.unbind()], device=query.device)
+        padded = torch.nested.to_padded_tensor(query, 0.0)
+        padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]
+        out, _ = self.forward(padded, key_padding_mask=padding, is_causal=is_causal)
+        rows = [one[:length] for one, length in zip(out, lengths.tolist())]
+        return torch.nested.as_nested_tensor(rows, layout=query.layout)
 
     def _finish(self, out: Tensor) -> Tensor:
         return self.out_proj(out if self.norm is None else inner_norm(self.norm, out))

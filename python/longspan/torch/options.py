@@ -148,6 +148,21 @@ def check_dropout(name: str, value: float) -> float:
     return result
 
 
+def boolean_padding(mask: Tensor | None) -> Tensor | None:
+    """A key_padding_mask as booleans, also where torch's transformer layers have made numbers of it: -inf is padding."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    padding = mask == -math.inf
+    unknown_values = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not unknown_values and not bool((padding | (mask == 0)).all()):
+        raise InvalidArgument(
+            "key_padding_mask has numbers other than 0 and -inf: nothing is added to scores; give booleans, true where a key "
+            "is padding",
+            "key_padding_mask",
+        )
+    return padding
+
+
 def key_mask(name: str, mask: Tensor | None, batch: int, tokens: int, *, two_dimensional: bool = True) -> Tensor | None:
     """A mask [batch, tokens] or [batch, 1, 1, tokens] as booleans [batch, tokens]; the caller knows its sense."""
     if mask is None:

@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <cstring>
 #include <exception>
 
 #include "bindings.h"
@@ -14,7 +15,10 @@ namespace nb = nanobind;
 
 void raise(const char* class_name, const std::exception& error, const std::string* argument = nullptr) {
   nb::object type = nb::module_::import_("longspan._errors").attr(class_name);
-  nb::object value = type(error.what());
+  // What comes from outside (names of files, arguments) need not be UTF-8.
+  const nb::object text = nb::steal(
+      PyUnicode_DecodeUTF8(error.what(), static_cast<Py_ssize_t>(std::strlen(error.what())), "backslashreplace"));
+  nb::object value = type(text);
   if (argument != nullptr) value.attr("argument") = nb::cast(*argument);
   PyErr_SetObject(type.ptr(), value.ptr());
 }

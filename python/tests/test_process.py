@@ -228,3 +228,13 @@ def test_benchmarks_say_what_a_gpu_needs():
     command = [sys.executable, "-m", "longspan.bench", "encoder", "--device", "cuda"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and longspan.info()["why_no_gpu"] in result.stderr
+
+
+def test_long_texts_are_cut_between_characters():
+    """Errors show the beginning of long patterns; half a character there would be no text."""
+    for before in range(110, 125):
+        text = "x" * before + "ä字🏖" * 20
+        with pytest.raises(longspan.InvalidArgument) as error:
+            longspan.Pattern.parse(text)
+        shown = str(error.value).split("'")[1]
+        assert shown.endswith("...") and text.startswith(shown[:-3]) and len(shown.encode()) >= 116

@@ -44,7 +44,10 @@ class TextReader {
 
  private:
   static std::string shorten(std::string_view text) {
-    return text.size() <= 120 ? std::string(text) : std::string(text.substr(0, 117)) + "...";
+    if (text.size() <= 120) return std::string(text);
+    std::size_t end = 117;
+    while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // within a UTF-8 character
+    return std::string(text.substr(0, end)) + "...";
   }
 
   std::string_view text_;

@@ -70,6 +70,13 @@ class LONGSPAN_API Communicator {
   bool greeted_ = false;     // ranks have compared what they compute
 };
 
+/// Every rank's bytes on every rank, under a deadline: sends `own` to all others and fills parts[p] with what rank p
+/// sent. All ranks know the sizes of all parts and call it in the same order; memory is on one device, `stream` is that
+/// of a GPU. `what` names the step in errors. Throws CommError.
+LONGSPAN_API void all_gather(Communicator& communicator, const std::string& what, const SendBuffer& own,
+                             std::span<const ReceiveBuffer> parts, std::chrono::milliseconds deadline,
+                             void* stream = nullptr);
+
 /// What a local ring does wrong on purpose, so that callers can test what they do about it.
 struct LocalFault {
   enum class Kind { delay, lose, duplicate, corrupt, die, stall };

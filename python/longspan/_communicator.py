@@ -8,8 +8,8 @@ from typing import Any
 
 
 class Communicator(abc.ABC):
-    """One rank's end of a ring. Derive from it to bring a transport of your own; whatever its methods raise becomes a
-    CommError that names the step, and ends the communicator's use."""
+    """One rank's end of a ring. Derive from it to bring a transport of your own; errors that its methods raise become a
+    CommError that names the step, and end the communicator's use. KeyboardInterrupt and SystemExit pass as they are."""
 
     #: This rank, and how many there are.
     rank: int
@@ -22,8 +22,9 @@ class Communicator(abc.ABC):
     def begin(
         self, sends: Sequence[tuple[int, memoryview | Any]], receives: Sequence[tuple[int, memoryview | Any]]
     ) -> None:
-        """Starts one exchange: at most one message to and from each peer. The memory stays valid until wait returns;
-        after a failure it stays valid until the process ends."""
+        """Starts one exchange: at most one message to and from each peer. Memoryviews of what is sent are read-only. All
+        are released when wait or abort returns, so keep no array over them; a transport that still moves messages after
+        a failure may do so at their addresses, which stay valid until the process ends."""
 
     @abc.abstractmethod
     def wait(self, seconds: float) -> None:

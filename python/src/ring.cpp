@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <unordered_map>
 
 #include "arrays.h"
 #include "bindings.h"
@@ -20,6 +21,34 @@ namespace longspan::python {
 namespace {
 
 using namespace nb::literals;
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
+
+/// The memory of a message as Python sees it while its exchange goes on; counts who looks at it.
+struct MessageMemory {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  bool read_only = false;
+  int views = 0;
+
+  static int get(PyObject* self, Py_buffer* view, int flags) {
+    auto& memory = *nb::inst_ptr<MessageMemory>(self);
+    if (memory.data == nullptr) {
+      PyErr_SetString(PyExc_BufferError, "the exchange that this memory belonged to is over");
+      return -1;
+    }
+    const auto bytes = static_cast<Py_ssize_t>(memory.bytes);
+    if (PyBuffer_FillInfo(view, self, memory.data, bytes, memory.read_only, flags) != 0) return -1;
+    ++memory.views;
+    return 0;
+  }
+  static void release(PyObject* self, Py_buffer*) { --nb::inst_ptr<MessageMemory>(self)->views; }
+};
+PyType_Slot message_memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&MessageMemory::get)},
+                                      {Py_bf_releasebuffer, reinterpret_cast<void*>(&MessageMemory::release)},
+                                      {0, nullptr}};
 
 /// A Python object as a transport: rank, size, begin(sends, receives), wait(seconds), abort(), and perhaps takes_gpu.
 /// Messages are pairs (peer, memory): a memoryview, or on a GPU an object with __cuda_array_interface__.
@@ -32,6 +61,7 @@ class PythonCommunicator final : public Communicator {
         takes_gpu_(nb::cast<bool>(nb::bool_(nb::getattr(target_, "takes_gpu", nb::bool_(false))))) {}
   ~PythonCommunicator() override {
     nb::gil_scoped_acquire lock;
+    handed_out_.clear();
     target_.reset();
   }
 
@@ -44,9 +74,9 @@ class PythonCommunicator final : public Communicator {
     nb::gil_scoped_acquire lock;
     nb::list to, from;
     for (const SendBuffer& send : sends)
-      to.append(nb::make_tuple(send.peer, memory(const_cast<void*>(send.data), send.bytes, send.device, PyBUF_READ)));
+      to.append(nb::make_tuple(send.peer, memory(const_cast<void*>(send.data), send.bytes, send.device, true)));
     for (const ReceiveBuffer& receive : receives)
-      from.append(nb::make_tuple(receive.peer, memory(receive.data, receive.bytes, receive.device, PyBUF_WRITE)));
+      from.append(nb::make_tuple(receive.peer, memory(receive.data, receive.bytes, receive.device, false)));
     call("begin", to, from);
   }
 
@@ -54,6 +84,11 @@ class PythonCommunicator final : public Communicator {
     nb::gil_scoped_acquire lock;
     const double seconds = std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count();
     call("wait", seconds);
+    if (!take_back()) {
+      PyGC_Collect();
+      if (!take_back())
+        throw CommError("the transport still holds an array over a message's memory after wait(): drop it, or copy");
+    }
   }
 
   void abort() noexcept override {
@@ -63,12 +98,21 @@ class PythonCommunicator final : public Communicator {
     } catch (const std::exception&) {
       // It is being given up; whatever else is wrong with it does not matter any more.
     }
+    take_back();
+    handed_out_.clear();
   }
 
  private:
-  static nb::object memory(void* data, std::size_t bytes, Device device, int flags) {
-    if (device.type == DeviceType::cpu)
-      return nb::steal(PyMemoryView_FromMemory(static_cast<char*>(data), static_cast<Py_ssize_t>(bytes), flags));
+  struct HandedOut {
+    nb::object seen, memory;  // what the transport was given, and the MessageMemory behind it, if any
+  };
+
+  nb::object memory(void* data, std::size_t bytes, Device device, bool read_only) {
+    if (device.type == DeviceType::cpu) {
+      const nb::object memory = nb::cast(MessageMemory{data, bytes, read_only});
+      handed_out_.push_back({nb::steal(PyMemoryView_FromObject(memory.ptr())), memory});
+      return handed_out_.back().seen;
+    }
     nb::dict interface;
     interface["shape"] = nb::make_tuple(bytes);
     interface["typestr"] = "|u1";
@@ -76,28 +120,75 @@ class PythonCommunicator final : public Communicator {
     interface["version"] = 3;
     nb::object memory = nb::module_::import_("types").attr("SimpleNamespace")();
     memory.attr("__cuda_array_interface__") = interface;
+    handed_out_.push_back({memory, {}});
     return memory;
   }
-  /// Errors of the transport become the last line of what Python says about them.
+  /// The memory of an exchange is no business of the transport any more: using it raises. False where it holds arrays
+  /// over some of it.
+  bool take_back() noexcept {
+    const auto is_free = [](const HandedOut& one) {
+      try {
+        if (!one.memory) {
+          nb::delattr(one.seen, "__cuda_array_interface__");
+          return true;
+        }
+        one.seen.attr("release")();
+      } catch (const nb::python_error&) {
+        return false;
+      }
+      auto& memory = *nb::inst_ptr<MessageMemory>(one.memory);
+      memory.data = nullptr;  // no further views
+      return memory.views == 0;
+    };
+    std::erase_if(handed_out_, is_free);
+    return handed_out_.empty();
+  }
+  /// Errors of the transport become the last line of what Python says about them; what is no error passes.
   template <class... Args>
   void call(const char* method, Args&&... arguments) {
     try {
       target_.attr(method)(std::forward<Args>(arguments)...);
     } catch (nb::python_error& error) {
-      throw CommError(nb::cast<std::string>(nb::str(error.value())));
+      if (!error.matches(PyExc_Exception)) throw Interrupted(std::move(error));
+      const nb::str text(error.value());
+      const nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+      const std::string reason(PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr())));
+      throw CommError(reason.empty() ? nb::cast<std::string>(error.type().attr("__name__")) : reason);
     }
   }
 
   nb::object target_;
   int rank_, size_;
   bool takes_gpu_;
+  std::vector<HandedOut> handed_out_;  // the memory of the exchange that is going on
 };
 
+/// Rings over one Python object share what it is in C++: they count its exchanges together, and it fails for all.
 std::shared_ptr<Communicator> as_communicator(nb::handle object) {
   if (object.is_none()) return nullptr;
   std::shared_ptr<Communicator> native;
   if (nb::try_cast(object, native)) return native;
-  return std::make_shared<PythonCommunicator>(nb::borrow(object));
+  static auto* const known = new std::unordered_map<PyObject*, std::weak_ptr<Communicator>>;
+  std::erase_if(*known, [](const auto& one) { return one.second.expired(); });
+  std::weak_ptr<Communicator>& one = (*known)[object.ptr()];
+  native = one.lock();
+  if (!native) one = native = std::make_shared<PythonCommunicator>(nb::borrow(object));
+  return native;
+}
+
+/// own and parts: (address, bytes), on the host (device -1) or a GPU.
+void gather(Communicator& communicator, const std::string& what, std::pair<std::uintptr_t, std::size_t> own,
+            const std::vector<std::pair<std::uintptr_t, std::size_t>>& parts, double deadline, int device,
+            std::uintptr_t stream) {
+  const Device place = device < 0 ? Device{} : Device{DeviceType::cuda, device};
+  std::vector<ReceiveBuffer> receives;
+  for (const auto& [data, bytes] : parts)
+    receives.push_back({static_cast<int>(receives.size()), reinterpret_cast<void*>(data), bytes, place});
+  SignalCheck signals;
+  signals.run([&] {
+    all_gather(communicator, what, {communicator.rank(), reinterpret_cast<void*>(own.first), own.second, place},
+               receives, milliseconds(deadline), reinterpret_cast<void*>(stream));
+  });
 }
 
 nb::dict describe(const RingReport& report) {
@@ -180,10 +271,16 @@ void bind_ring(nb::module_& module) {
           },
           "rank"_a, "[(start, count), ...]");
 
+  nb::class_<MessageMemory>(module, "MessageMemory", nb::type_slots(message_memory_slots),
+                            "Memory of a message, while it travels.");
   nb::class_<Communicator>(module, "NativeCommunicator", "One rank's end of a ring whose transport is compiled.")
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def_prop_ro("failure", &Communicator::failure, "Why it is unusable; empty while it is not.");
+  module.def("native_communicator", &as_communicator, "communicator"_a,
+             "What a communicator written in Python is to rings; all rings over it share it.");
+  module.def("all_gather", &gather, "communicator"_a, "what"_a, "own"_a, "parts"_a, "deadline"_a, "device"_a = -1,
+             "stream"_a = 0, "Every rank's memory on every rank; own and parts are (address, bytes).");
   module.def(
       "local_ring", [](int ranks) { return local_ring(ranks); }, "ranks"_a,
       "Ranks of this process, one for each calling thread.");
@@ -203,8 +300,7 @@ void bind_ring(nb::module_& module) {
           throw InvalidArgument("id", "id has " + std::to_string(id.size()) + " bytes: give what nccl_id() returned");
         std::copy_n(id.c_str(), common.size(), common.begin());
         const nb::gil_scoped_release unlocked;
-        return nccl_ring(common, rank, size, device,
-                         std::chrono::milliseconds(static_cast<std::int64_t>(deadline * 1000)));
+        return nccl_ring(common, rank, size, device, milliseconds(deadline));
       },
       "id"_a, "rank"_a, "size"_a, "device"_a, "deadline"_a = 60.0,
       "This rank's end of a ring over NCCL; every rank calls it at the same time, with a GPU of its own.");
@@ -222,7 +318,7 @@ void bind_ring(nb::module_& module) {
             if (!(deadline > 0 && deadline < 1e9))
               throw InvalidArgument("deadline", "deadline is " + std::to_string(deadline) + ": give seconds above 0");
             RingOptions options;
-            options.deadline = std::chrono::milliseconds(static_cast<std::int64_t>(deadline * 1000));
+            options.deadline = milliseconds(deadline);
             options.halo_limit_bytes = halo_limit_bytes;
             options.checksums = checksums;
             new (ring) Ring(attention, as_communicator(communicator), shards, options);

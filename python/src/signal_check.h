@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -12,6 +13,17 @@
 namespace longspan::python {
 
 namespace nb = nanobind;
+
+/// What a transport in Python raised that is no error (KeyboardInterrupt, SystemExit): it ends the call as it is.
+class Interrupted : public Cancelled {
+ public:
+  explicit Interrupted(nb::python_error raised)
+      : Cancelled("interrupted"), raised_(std::make_shared<nb::python_error>(std::move(raised))) {}
+  nb::python_error& raised() const { return *raised_; }
+
+ private:
+  std::shared_ptr<nb::python_error> raised_;
+};
 
 /// Lets Ctrl-C stop a call: asks Python for pending signals ten times a second, from the calling thread only.
 class SignalCheck {
@@ -33,6 +45,8 @@ class SignalCheck {
     try {
       nb::gil_scoped_release unlocked;
       work();
+    } catch (const Interrupted& error) {
+      throw nb::python_error(std::move(error.raised()));
     } catch (const Cancelled&) {
       if (!interruption_) throw;
       throw nb::python_error(std::move(*interruption_));

@@ -1,13 +1,18 @@
-"""One rank of a process group for test_ring.py: runs the named checks and exits with 1 if one fails.
+"""The ranks of a process group for test_ring.py: each runs the named checks and exits with 1 if one fails.
 
-    python ring_worker.py CHECK,CHECK RANK SIZE FILE      FILE is where the ranks find each other
+    python ring_worker.py CHECK,CHECK SIZE FILE           SIZE processes of gloo; FILE is where they find each other
     torchrun --nproc-per-node 1 ring_worker.py nccl       one rank of NCCL, as torchrun places it
 """
 
+import contextlib
 import os
+import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -171,35 +176,160 @@ class _Never:
         torch.cuda._sleep(2_000_000_000)
 
 
-def check_silent(rank: int, size: int) -> None:
-    """Rank 1 stops taking part; the others raise in time and say who is missing."""
-    q, k, v, _ = inputs()
+# What a call is, by what ranks tell each other in it before and while they compute. A group's own timeout is minutes: who
+# waits for that instead of the deadline runs into the timeout of the test.
+CALLS = ("shard_lengths", "lengths", "mask", "dropout", "backward", "backward fetching again", "unshard")
+GROUP_TIMEOUT = timedelta(minutes=10)
+
+
+def ring_call(kind: str, rank: int, group: dist.ProcessGroup, deadline: float) -> Callable[[], object]:
+    """A call of that kind on this rank's rows, ready to be made."""
+    size = dist.get_world_size(group)
     counts = uneven(size)
-    module = RingDilatedAttention(SEGMENTS, RATES, deadline=1.5, shard_lengths=counts)
-    module(*(rows(x, counts, rank) for x in (q, k, v)))
-    if rank == 1:
-        time.sleep(6)
-        os._exit(0)
-    begin = time.monotonic()
+    own = [rows(x, counts, rank).clone().requires_grad_() for x in inputs()[:3]]
+    if kind == "unshard":
+        return lambda: unshard(own[0], process_group=group, deadline=deadline)
+    module = RingDilatedAttention(
+        SEGMENTS, RATES, dropout=0.2 if kind == "dropout" else 0.0, process_group=group, deadline=deadline,
+        shard_lengths=counts if kind == "shard_lengths" else None, use_checkpointing=kind == "backward fetching again",
+    )  # fmt: skip
+    mask = torch.ones(2, counts[rank], dtype=torch.bool) if kind == "mask" else None
+    if kind.startswith("backward"):
+        loss = module(*own).sum()
+        return loss.backward
+    return lambda: module(*own, attention_mask=mask)
+
+
+def expect_refused(group: dist.ProcessGroup, rank: int) -> None:
+    """A group that failed is refused by name, whatever uses it next."""
+    q, k, v = (rows(x, uneven(dist.get_world_size(group)), rank) for x in inputs()[:3])
+    for use in (
+        lambda: RingDilatedAttention(SEGMENTS, RATES, process_group=group)(q, k, v),
+        lambda: unshard(q, process_group=group),
+    ):
+        with expected(longspan.CommError, "process_group", "failed before", "step"):
+            use()
+
+
+@contextlib.contextmanager
+def expected(kind: type[BaseException], *words: str):
     try:
-        module(*(rows(x, counts, rank) for x in (q, k, v)))
-    except longspan.CommError as error:
-        assert "rank 1 sent nothing" in str(error) and "step" in str(error), str(error)
-        assert time.monotonic() - begin < 5
-        os._exit(0)  # gloo would wait for the missing rank on the way out
-    raise AssertionError("a silent rank went unnoticed")
+        yield
+    except kind as error:
+        assert all(word in str(error) for word in words), (words, str(error))
+    else:
+        raise AssertionError(f"no {kind.__name__} with {words}")
+
+
+def expect_lost_rank(call: Callable[[], object], lost: int) -> None:
+    with expected(longspan.CommError, f"rank {lost} ", "nothing", "(step "):
+        call()
+
+
+def check_stopped(rank: int, size: int) -> None:
+    """Rank 1 is stopped before a call of each kind, in a group of its own; the others raise by the deadline and say who and
+    where. Then it goes on, and hears of it."""
+    folder = Path(sys.argv[3] + ".stopped")
+    folder.mkdir(exist_ok=True)
+    for index, kind in enumerate(CALLS):
+        group = dist.new_group(timeout=GROUP_TIMEOUT)
+        call = ring_call(kind, rank, group, deadline=1.0)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            with expected(longspan.CommError, "rank ", "(step "):
+                call()
+        else:
+            expect_lost_rank(call, 1)
+            (folder / f"{index}.{rank}").touch()
+            if rank == 0:
+                while len(list(folder.glob(f"{index}.*"))) < size - 1:
+                    time.sleep(0.01)
+                os.kill(PIDS[1], signal.SIGCONT)
+        expect_refused(group, rank)
+        dist.barrier()
+
+
+def check_killed(rank: int, size: int) -> None:
+    """One rank after the other is killed before a call of the next kind; the two that are left to the end say who."""
+    kinds = ("lengths", "mask", "dropout", "backward")
+    assert size == len(kinds) + 2
+    groups = [dist.new_group([0, 1, lost], timeout=GROUP_TIMEOUT) for lost in range(2, size)]
+    for lost, kind, group in zip(range(2, size), kinds, groups):
+        if rank not in (0, 1, lost):
+            continue
+        call = ring_call(kind, dist.get_rank(group), group, deadline=30.0)
+        if rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        expect_lost_rank(call, 2)
+        expect_refused(group, rank)
+    leave()  # the last barrier would miss ranks
+
+
+def check_local_error(rank: int, size: int) -> None:
+    """What a rank finds wrong before it sends anything leaves the ring as it was: the call, repeated, is right. Where one
+    rank alone gives up, the others raise by the deadline, and so does it if it calls again."""
+    counts = uneven(size)
+    q, k, v, _ = inputs()
+    own = [rows(x, counts, rank) for x in (q, k, v)]
+    want = rows(DilatedAttention(SEGMENTS, RATES)(q, k, v), counts, rank)
+    wrong = [
+        lambda module: module(own[0], own[1][:, :, :4], own[2]),
+        lambda module: module(own[0], own[1][:, 1:], own[2]),
+        lambda module: module(own[0].double(), *own[1:]),
+        lambda module: module(*own, attention_mask=torch.ones(2, 3, dtype=torch.bool)),
+    ]
+    for arguments in ({}, {"shard_lengths": counts}):
+        module = RingDilatedAttention(SEGMENTS, RATES, deadline=20, **arguments)
+        for once_before in (False, True):
+            for number, call in enumerate(wrong):
+                with expected(longspan.InvalidArgument, ""):
+                    call(module)
+                if once_before:
+                    assert torch.equal(module(*own), want), number
+        # One rank's error, which it mends before the others' patience ends.
+        if rank == 1:
+            with expected(longspan.InvalidArgument, "key"):
+                wrong[1](module)
+        assert torch.equal(module(*own), want)
+    group = dist.new_group(timeout=GROUP_TIMEOUT)
+    module = RingDilatedAttention(SEGMENTS, RATES, process_group=group, deadline=1.0)
+    if rank == 1:
+        with expected(longspan.InvalidArgument, "key"):
+            wrong[1](module)
+    else:
+        expect_lost_rank(lambda: module(*own), 1)
+    dist.barrier()
+    with expected(longspan.CommError, "rank "):
+        module(*own)
+    expect_refused(group, rank)
 
 
 def check_disagree(rank: int, size: int) -> None:
-    q, k, v, _ = inputs()
+    """Ranks that compute different things are told so by name, all of them, and the group stays in use."""
     counts = uneven(size)
-    module = RingDilatedAttention([16, 64, 100 + rank], RATES, deadline=3)
-    try:
-        module(*(rows(x, counts, rank) for x in (q, k, v)))
-    except longspan.CommError as error:
-        assert "computes something else" in str(error) or "rank" in str(error)
-        os._exit(0)
-    raise AssertionError("ranks that disagree went unnoticed")
+    q, k, v, _ = inputs()
+    own = [rows(x, counts, rank) for x in (q, k, v)]
+    mask = torch.ones(2, counts[rank], dtype=torch.bool)
+    module = RingDilatedAttention(SEGMENTS, RATES, deadline=20)
+    other = RingDilatedAttention([16, 64, 100], RATES, deadline=20) if rank == 1 else module
+    for call in (
+        lambda: other(*own),
+        lambda: module(*own, is_causal=rank == 1),
+        lambda: module(*own, attention_mask=mask if rank == 1 else None),
+        lambda: module(*(x.double() if rank == 1 else x for x in own)),
+        lambda: unshard(own[0], layout="zigzag" if rank == 1 else "contiguous", deadline=20),
+    ):
+        with expected(longspan.CommError, "computes something else", "rank 1 " if rank != 1 else "rank 0 "):
+            call()
+    assert torch.equal(module(*own), rows(DilatedAttention(SEGMENTS, RATES)(q, k, v), counts, rank))
+    # Where nothing is told before, messages of other sizes do not meet: gloo would end the process.
+    group = dist.new_group(timeout=GROUP_TIMEOUT)
+    module = RingDilatedAttention(SEGMENTS, RATES, process_group=group, shard_lengths=counts, deadline=1.0)
+    module(*own)
+    with expected(longspan.CommError, "rank ", "(step "):
+        module(*(x[..., : 16 if rank == 1 else 8] for x in own))
+    expect_refused(group, rank)
 
 
 def main() -> None:
@@ -208,16 +338,50 @@ def main() -> None:
     longspan.set_num_threads(1)
     if len(sys.argv) == 2:  # torchrun says the rest
         dist.init_process_group("nccl", timeout=timedelta(seconds=60))
-    else:
-        rank, size, file = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-        dist.init_process_group(
-            "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-        )
-    rank, size = dist.get_rank(), dist.get_world_size()
+        run(checks)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    size, file = int(sys.argv[2]), Path(sys.argv[3])
+    for rank in range(size):
+        child = os.fork()  # before torch has threads, and cheaper than to import it again
+        if child == 0:
+            rank_of_gloo(checks, rank, size, file)
+        PIDS.append(child)
+    states = {}
+    for _ in PIDS:
+        child, status = os.wait()
+        states[PIDS.index(child)] = os.waitstatus_to_exitcode(status)
+    wrong = {rank: state for rank, state in states.items() if state != 0 and state != -signal.SIGKILL}
+    sys.exit(f"exit codes by rank: {wrong}" if wrong else 0)
+
+
+PIDS: list[int] = []
+
+
+def run(checks: list[str]) -> None:
     for check in checks:
-        globals()[f"check_{check}"](rank, size)
-    dist.barrier()
-    dist.destroy_process_group()
+        globals()[f"check_{check}"](dist.get_rank(), dist.get_world_size())
+
+
+def leave() -> None:
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def rank_of_gloo(checks: list[str], rank: int, size: int, file: Path) -> None:
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+        own = [None] * size
+        dist.all_gather_object(own, os.getpid())
+        PIDS[:] = own
+        run(checks)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        print(f"rank {rank} of {size}:\n{traceback.format_exc()}", flush=True)
+        os._exit(1)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

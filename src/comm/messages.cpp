@@ -10,6 +10,7 @@
 
 #include "longspan/error.h"
 #include "longspan/threads.h"
+#include "util/hash.h"
 #include "util/parallel.h"
 
 namespace longspan {
@@ -99,6 +100,9 @@ template <class Action>
 void MessageStep::guarded(Action&& action) {
   try {
     action();
+  } catch (const Cancelled&) {
+    active_ = true;  // left unfinished, as the destructor says
+    throw;
   } catch (const std::exception& error) {
     give_up();
     const std::string message =
@@ -230,6 +234,45 @@ void MessageStep::greet(Communicator& communicator, const MessageRules& rules, c
   step.begin(sends, receives);
   step.finish();
   communicator.greeted_ = true;
+}
+
+void all_gather(Communicator& communicator, const std::string& what, const SendBuffer& own,
+                std::span<const ReceiveBuffer> parts, std::chrono::milliseconds deadline, void* stream) {
+  const auto rank = static_cast<std::size_t>(communicator.rank());
+  if (parts.size() != static_cast<std::size_t>(communicator.size())) {
+    throw InvalidArgument("parts", fmt::format("{} parts for {} ranks: give one for each, this rank's too",
+                                               parts.size(), communicator.size()));
+  }
+  if (parts[rank].bytes != own.bytes) {
+    throw InvalidArgument("own", fmt::format("own has {} bytes, part {} has {}: they are the same rank's", own.bytes,
+                                             rank, parts[rank].bytes));
+  }
+  const bool on_gpu = own.device.type == DeviceType::cuda;
+  if (!on_gpu && !communicator.takes(own.device))
+    throw Unsupported("memory of the host: this communicator moves GPU memory only; use a local or an MPI ring");
+  MessagePlace place;
+  if (on_gpu) place = {own.device, stream, !communicator.takes(own.device)};
+  const auto copy = [&](void* target, const void* source, std::size_t bytes) {
+    if (on_gpu) gpu::copy(target, source, bytes, place.device.index, stream);
+    else if (bytes > 0) std::memcpy(target, source, bytes);
+  };
+  Hasher hasher;
+  hasher.add(std::string_view(what));
+  std::vector<MessageBuffer> sends, receives;
+  for (std::size_t peer = 0; peer < parts.size(); ++peer) {
+    hasher.add(static_cast<std::uint64_t>(parts[peer].bytes));
+    if (peer == rank) continue;
+    sends.emplace_back(static_cast<int>(peer), own.bytes, place);
+    receives.emplace_back(static_cast<int>(peer), parts[peer].bytes, place);
+    copy(sends.back().payload(), own.data, own.bytes);
+  }
+  const MessageRules rules{hasher.value(), true, deadline, place};
+  MessageStep step(communicator, rules, what);
+  step.begin(sends, receives);
+  step.finish();
+  for (const MessageBuffer& receive : receives)
+    copy(parts[static_cast<std::size_t>(receive.peer())].data, receive.payload(), receive.bytes());
+  copy(parts[rank].data, own.data, own.bytes);
 }
 
 }  // namespace longspan

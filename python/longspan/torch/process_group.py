@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
+import weakref
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._communicator import Communicator
-from .._errors import InvalidArgument
+from .._errors import CommError, InvalidArgument
+from .._longspan import all_gather, native_communicator
 
 
 def group_or_default(group: Any, otherwise: str = "") -> Any:
@@ -40,18 +43,27 @@ def group_or_default(group: Any, otherwise: str = "") -> Any:
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Messages by batch_isend_irecv on the caller's group. gloo moves host memory, which rows on a GPU are copied to. NCCL
+    """Messages by isend and irecv on the caller's group. gloo moves host memory, which rows on a GPU are copied to. NCCL
     moves GPU memory, beside the stream that computes; rows of CPU tensors go by way of the current GPU there. A deadline
     ends the wait, but torch has no way to take messages back: a group that failed is of no more use."""
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.takes_gpu = dist.get_backend(group) == "nccl"
         self._stream: torch.cuda.Stream | None = None
-        self._works: list[tuple[str, str, Any]] = []
+        self._exchanges = 0
+        self._works: list[tuple[int, str, Any]] = []
         self._arrivals: list[tuple[Tensor, Tensor]] = []
+        self._error: RuntimeError | None = None
+
+    @property
+    def group(self) -> Any:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
 
     def begin(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> None:
         if not self.takes_gpu:
@@ -63,7 +75,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _begin(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> None:
         operations, meanings = [], []
-        self._works, self._arrivals = [], []
+        self._works, self._arrivals, self._error = [], [], None
+        self._exchanges += 1
         for peer, memory in receives:
             tensor = self._tensor(memory)
             if self.takes_gpu and not tensor.is_cuda:
@@ -71,39 +84,59 @@ class ProcessGroupCommunicator(Communicator):
                 self._arrivals.append((tensor, on_gpu))
                 tensor = on_gpu
             operations.append(self._operation(dist.irecv, tensor, peer))
-            meanings.append((f"rank {peer}", "sent"))
+            meanings.append((peer, "sent"))
         for peer, memory in sends:
             tensor = self._tensor(memory)
             operations.append(self._operation(dist.isend, tensor.cuda() if self.takes_gpu else tensor, peer))
-            meanings.append((f"rank {peer}", "took"))
-        if operations:
+            meanings.append((peer, "took"))
+        if self.takes_gpu and operations:
             works = dist.batch_isend_irecv(operations)
             # NCCL answers with one work for all.
-            if len(works) != len(meanings):
-                peers = sorted({peer for peer, _ in meanings})
-                meanings = [(" or ".join(peers), "exchanged")] * len(works)
-            self._works = [(peer, did, work) for (peer, did), work in zip(meanings, works)]
+            self._works = [(peer, did, works[min(i, len(works) - 1)]) for i, (peer, did) in enumerate(meanings)]
+        elif operations:
+            for one, (peer, did) in zip(operations, meanings):
+                try:
+                    self._works.append((peer, did, one.op(one.tensor, one.peer, one.group, one.tag)))
+                except RuntimeError as error:
+                    self._error = self._error or self._lost(peer, did, error)  # raised later: others wait for their messages
 
     @staticmethod
     def _tensor(memory: Any) -> Tensor:
         return _of_host_memory(memory) if isinstance(memory, memoryview) else torch.as_tensor(memory, device="cuda")
 
     def _operation(self, kind: Any, tensor: Tensor, peer: int) -> Any:
-        return dist.P2POp(kind, tensor, dist.get_global_rank(self.group, peer), self.group)
+        # gloo ends the process when a message is longer than what it arrives in. A tag made of exchange and size keeps
+        # ranks that are not at the same exchange, or compute something else, from hearing each other.
+        tag = zlib.crc32(f"{self._exchanges} {tensor.numel()}".encode()) & 0x7FFF_FFFF
+        return dist.P2POp(kind, tensor, dist.get_global_rank(self.group, peer), self.group, tag)
+
+    @staticmethod
+    def _lost(peer: int, did: str, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(f"rank {peer} {did} nothing ({str(error).splitlines()[0]})")
 
     def wait(self, seconds: float) -> None:
-        seconds = max(seconds, 0.001)
+        if self._error is not None:
+            raise self._error
+        end = time.monotonic() + seconds
+        late: dict[int, str] = {}
         for peer, did, work in self._works:
+            left = max(end - time.monotonic(), 0.001)
             try:
-                done = self._wait_on_gpu(work, seconds) if self.takes_gpu else work.wait(timedelta(seconds=seconds))
+                done = self._wait_on_gpu(work, left) if self.takes_gpu else work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                late = "imed out" in str(error) or "imeout" in str(error)
-                reason = "before the deadline" if late else f"({str(error).splitlines()[0]})"
-                raise RuntimeError(f"{peer} {did} nothing {reason}") from None
+                if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
+                    raise self._lost(peer, did, error) from None
+                done = False
             if done is False:
-                raise RuntimeError(f"{peer} {did} nothing before the deadline")
-        for host, on_gpu in self._arrivals:
-            host.copy_(on_gpu)
+                late.setdefault(peer, did)
+        if late:
+            did = next(iter(late.values()))
+            names = " or ".join(f"rank {peer}" for peer, what in late.items() if what == did)
+            raise RuntimeError(f"{names} {did} nothing before the deadline")
+        if self._arrivals:
+            with torch.cuda.stream(self._stream):
+                for host, on_gpu in self._arrivals:
+                    host.copy_(on_gpu)
         self._works, self._arrivals = [], []
 
     def _wait_on_gpu(self, work: Any, seconds: float) -> bool:
@@ -131,31 +164,45 @@ def _of_host_memory(memory: memoryview) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _meeting_place(group: Any) -> torch.device:
-    return torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+_known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def gather_counts(group: Any, count: int) -> list[int]:
-    """Every rank's number, in the order of ranks."""
-    place = _meeting_place(group)
-    own = torch.tensor([count], dtype=torch.int64, device=place)
-    counts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, own, group=group)
-    return [int(one) for one in counts]
+def communicator_of(group: Any) -> Any:
+    """This rank's end of a ring over the group: one for everything here that uses the group, since its messages come in one
+    order. Refuses a group in which an exchange has failed."""
+    communicator = _known.get(group)
+    if communicator is None:
+        communicator = _known[group] = native_communicator(ProcessGroupCommunicator(group))
+    if communicator.failure:
+        raise CommError(
+            f"process_group {group.group_name!r} of ranks {dist.get_process_group_ranks(group)} is of no more use, it failed "
+            f"before: {communicator.failure}. Make a new one with the ranks that are left, or start all again"
+        )
+    return communicator
 
 
-def gather_columns(group: Any, tensor: Tensor, counts: Sequence[int]) -> Tensor:
-    """[batch, rows of this rank] of every rank, side by side."""
-    place = _meeting_place(group)
-    padded = tensor.new_zeros((tensor.shape[0], max(counts))).to(place)
-    padded[:, : tensor.shape[1]] = tensor
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:, :count] for part, count in zip(parts, counts)], dim=1).to(tensor.device)
+def gather(communicator: Any, what: str, own: Tensor, counts: Sequence[int], deadline: float) -> list[Tensor]:
+    """The tensors of all ranks, which differ in their first dimension only: counts, by rank. A CommError names the rank that
+    did not send, and the step, which is `what`."""
+    own = own.detach().contiguous()
+    parts = [own.new_empty((count, *own.shape[1:])) for count in counts]
+    placement = {}
+    if own.is_cuda:
+        placement = {"device": own.device.index, "stream": torch.cuda.current_stream(own.device).cuda_stream}
+    memory = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in (own, *parts)]
+    all_gather(communicator, what, memory[0], memory[1:], deadline, **placement)
+    return parts
 
 
-def shared_seed(group: Any) -> int:
-    """One number drawn by the first rank from torch's generator."""
-    seed = torch.randint(0x7FFF_FFFF_FFFF_FFFF, (1,), dtype=torch.int64).to(_meeting_place(group))
-    dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
-    return int(seed)
+def agree(communicator: Any, what: str, numbers: Sequence[int], settings: Any, deadline: float) -> list[list[int]]:
+    """Every rank's numbers, by rank. A CommError on all ranks where settings differ, which leaves the group in use."""
+    digest = zlib.crc32(repr(settings).encode())
+    own = torch.tensor([[digest, *numbers]], dtype=torch.int64)
+    found = torch.cat(gather(communicator, what, own, [1] * communicator.size, deadline)).tolist()
+    others = [rank for rank, (their_digest, *_) in enumerate(found) if their_digest != digest]
+    if others:
+        raise CommError(
+            f"{what} on rank {communicator.rank}: rank {' and '.join(map(str, others))} computes something else than "
+            f"{settings}: all ranks must be called with the same, but for the number of their rows"
+        )
+    return [numbers for _, *numbers in found]

@@ -18,8 +18,8 @@ from .._errors import InvalidArgument
 from .dilated import DilatedAttention
 from .multihead import _Multihead
 from .options import integer, warn_once
-from .process_group import gather_counts, group_or_default
-from .ring_calls import RingCalls, RingMonitor, RingReport, layout_of
+from .process_group import agree, communicator_of, gather, group_or_default
+from .ring_calls import DEADLINE, RingCalls, RingMonitor, RingReport, layout_of
 
 
 class RingDilatedAttention(RingCalls, nn.Module):
@@ -72,7 +72,7 @@ class RingDilatedAttention(RingCalls, nn.Module):
         attention_mask [b, n] or [b, 1, 1, n], of this rank's keys: true where a key may be attended."""
         one = self.attention
         out = self._over_ring(
-            query, key, value, lambda tokens: one.pattern, is_causal, one.softmax_scale,
+            query, key, value, one.pattern, is_causal, one.softmax_scale,
             self.dropout if self.training else 0.0, attention_mask,
         )  # fmt: skip
         return one(query, key, value, is_causal, attention_mask) if out is None else out
@@ -207,20 +207,20 @@ def shard(
 
 
 def unshard(
-    shards: Sequence[Tensor] | Tensor, *, dim: int = 1, layout: str = "contiguous", process_group: Any = None
-) -> Tensor:
-    """The whole tensor: from the list of all ranks' rows, or from this rank's rows, gathered over the process group."""
+    shards: Sequence[Tensor] | Tensor, *, dim: int = 1, layout: str = "contiguous", process_group: Any = None,
+    deadline: float = DEADLINE,
+) -> Tensor:  # fmt: skip
+    """The whole tensor: from the list of all ranks' rows, or from this rank's rows, gathered over the process group within
+    `deadline` seconds."""
     if isinstance(shards, Tensor):
         group = group_or_default(process_group)
         if group is None:
             return shards
-        counts = gather_counts(group, shards.shape[dim])
-        moved = shards.detach().movedim(dim, 0)
-        padded = moved.new_zeros((max(counts), *moved.shape[1:]))
-        padded[: moved.shape[0]] = moved
-        gathered = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(gathered, padded, group=group)
-        shards = [one[:count].movedim(0, dim) for one, count in zip(gathered, counts)]
+        communicator, moved = communicator_of(group), shards.movedim(dim, 0)
+        settings = {"dim": dim, "layout": layout, "dtype": str(shards.dtype), "other dimensions": tuple(moved.shape[1:])}
+        counts = [rows for (rows,) in agree(communicator, "unshard, lengths of ranks", [len(moved)], settings, deadline)]
+        gathered = gather(communicator, "unshard, rows", moved, counts, deadline)
+        shards = [one.movedim(0, dim) for one in gathered]
     if layout == "contiguous":
         return torch.cat(list(shards), dim)
     tokens = sum(one.shape[dim] for one in shards)

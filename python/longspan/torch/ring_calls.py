@@ -16,9 +16,10 @@ from .._longspan import Pattern, Ring, RingHalo, Shards, local_ring
 from .._patterns import compiled
 from .operator import _NAMES, raw_tensor
 from .options import finite, integer, key_mask
-from .process_group import ProcessGroupCommunicator, gather_columns, gather_counts, group_or_default, shared_seed
+from .process_group import agree, communicator_of, gather, group_or_default
 
-_DEADLINE = 60.0
+#: Seconds that one exchange may take, where nothing else is said.
+DEADLINE = 60.0
 
 
 @dataclasses.dataclass
@@ -134,7 +135,7 @@ class _RingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, calls, extras, keep, monitor, forget):
         """extras: keyword arguments of both passes (seed, and tensors of the whole sequence). forget: called where a pass
-        fails, so that the next call makes local ranks anew."""
+        fails, so that the next call makes anew what has failed."""
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         batch, rows, heads, _ = query.shape
         lse = query.new_empty(
@@ -228,7 +229,7 @@ class RingCalls:
     ) -> None:
         self.process_group = process_group
         self.use_checkpointing = bool(use_checkpointing)
-        self.deadline = _DEADLINE if deadline is None else finite("deadline", deadline)
+        self.deadline = DEADLINE if deadline is None else finite("deadline", deadline)
         if self.deadline <= 0:
             raise InvalidArgument(f"deadline is {deadline}: give seconds above 0", "deadline")
         layout_of(layout)
@@ -239,7 +240,7 @@ class RingCalls:
         if self.ring_size is not None and self.ring_size < 1:
             raise InvalidArgument(f"ring_size is {ring_size}: give at least 1", "ring_size")
         self.monitor = RingMonitor(monitor)
-        self._communicator: ProcessGroupCommunicator | None = None
+        self._communicator: Any = None
         self._local: list[Any] = []
         self._rings: dict[tuple, Any] = {}
 
@@ -295,13 +296,14 @@ class RingCalls:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        pattern: Callable[[int], Pattern | str],
+        pattern: Pattern | str | Callable[[int], Pattern],
         causal: bool,
         scale: float | None,
         dropout: float,
         attention_mask: Tensor | None,
     ) -> Tensor | None:
-        """The call over the ring; None where there is none. pattern(tokens): that of a whole sequence."""
+        """The call over the ring; None where there is none. pattern: or what makes it for the tokens of a whole sequence.
+        Everything that one rank can find wrong is found before the first message: such a rank may repeat the call."""
         group = self._group()
         local = (self.ring_size or 1) if group is None else 1
         if group is None and local == 1:
@@ -309,19 +311,19 @@ class RingCalls:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not isinstance(tensor, Tensor) or tensor.dim() != 4:
                 raise InvalidArgument(f"{name} is [batch, tokens, heads, head_dim]", name)
+            if tensor.shape[1] != query.shape[1] or tensor.device != query.device:
+                raise InvalidArgument(
+                    f"{name} has {tensor.shape[1]} rows on {tensor.device}, query has {query.shape[1]} on {query.device}: "
+                    "give a rank's own rows of all three",
+                    name,
+                )
+        query, key, value = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (query, key, value))
         mask = None
         if attention_mask is not None:
             mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
         extras: dict[str, Any] = {"seed": 0}
         if group is not None:
-            if self._communicator is None or self._communicator.group is not group:
-                self._communicator, self._rings = ProcessGroupCommunicator(group), {}
-            counts = self.shard_lengths or gather_counts(group, query.shape[1])
-            shards = self._shards(counts)
-            if mask is not None:
-                extras["key_mask"] = _in_order(gather_columns(group, mask, counts), shards)
-            if dropout:
-                extras["seed"] = shared_seed(group)
+            shards = self._over_group(group, query, key, value, pattern, causal, scale, dropout, mask, extras)
             ranks = [(self._communicator, 0, [(0, query.shape[1])])]
         else:
             if len(self._local) != local:
@@ -333,10 +335,54 @@ class RingCalls:
             if dropout:
                 extras["seed"] = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64))
             ranks = [(self._local[rank], rank, shards.ranges(rank) or [(0, 0)]) for rank in range(local)]
-        settings = (pattern(shards.tokens), bool(causal), scale, dropout, torch.are_deterministic_algorithms_enabled())
+        if callable(pattern):
+            pattern = pattern(shards.tokens)
+        settings = (pattern, bool(causal), scale, dropout, torch.are_deterministic_algorithms_enabled())
         calls = [_RankCall(self._ring(settings, one, index, shards), rows) for one, index, rows in ranks]
         keep = not self.use_checkpointing and torch.is_grad_enabled()
-        return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor, self.clear_cache)[0]
+        return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor, self._forget_failed)[0]
+
+    def _over_group(
+        self,
+        group: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Any,
+        causal: bool,
+        scale: float | None,
+        dropout: float,
+        mask: Tensor | None,
+        extras: dict[str, Any],
+    ) -> Shards:
+        """What ranks tell each other before a call, into extras, and their shards."""
+        communicator = communicator_of(group)
+        if self._communicator is not communicator:
+            self._communicator, self._rings = communicator, {}
+        counts = self.shard_lengths
+        if counts is None or mask is not None or dropout:
+            settings = {
+                "pattern": "one by length" if callable(pattern) else str(pattern), "causal": bool(causal), "scale": scale,
+                "dropout": dropout, "attention_mask": mask is not None, "layout": self.layout,
+                "halo_limit_bytes": self.halo_limit_bytes, "device": query.device.type, "grad": torch.is_grad_enabled(),
+                **{name: (str(x.dtype), x.shape[0], *x.shape[2:]) for name, x in
+                   (("query", query), ("key", key), ("value", value))},
+            }  # fmt: skip
+            # A number drawn by the first rank from torch's generator; the others draw, too, and so stay level with it.
+            seed = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (1,), dtype=torch.int64)) if dropout else 0
+            told = agree(communicator, "ring call, lengths of ranks", [query.shape[1], seed], settings, self.deadline)
+            counts = counts or [rows for rows, _ in told]
+            extras["seed"] = told[0][1]
+        shards = self._shards(counts)
+        if mask is not None:
+            columns = gather(communicator, "ring call, attention_mask", mask.t(), counts, self.deadline)
+            extras["key_mask"] = _in_order(torch.cat(columns).t(), shards)
+        return shards
+
+    def _forget_failed(self) -> None:
+        """Local ranks that failed are made again in the next call; a process group that failed is refused there."""
+        if any(one.failure for one in self._local):
+            self._rings, self._local = {}, []
 
     def get_memory_info(self) -> dict[str, Any]:
         """Bytes of remote rows in the last calls, and what was moved so far."""

@@ -193,6 +193,19 @@ def test_one_process_of_several_without_a_group_is_refused(monkeypatch):
     assert torch.equal(RingDilatedAttention(SEGMENTS, RATES)(q, q, q), want)
 
 
+def torchrun(processes: int, script: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(script)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_nothing_computes_alone_in_silence_under_torchrun(processes):
+    torchrun(processes, WORKER.with_name("torchrun_worker.py"))
+
+
 def test_readme_snippet_runs_under_torchrun(tmp_path):
     blocks = README.read_text().split("```python\n")[1:]
     (snippet,) = [block.split("```")[0] for block in blocks if "RingDilatedAttention" in block]
@@ -204,11 +217,7 @@ def test_readme_snippet_runs_under_torchrun(tmp_path):
         "want = DilatedAttention([2048, 131072], [1, 64])(*whole, is_causal=True)\n"
         "assert torch.equal(out, want.chunk(2, 1)[dist.get_rank()])\n"
     )  # fmt: skip
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+    torchrun(2, script)
 
 
 def test_names_people_have():

@@ -279,7 +279,7 @@ def test_wrong_module_arguments_are_refused_by_name(make, words):
         (dict(attn_mask=torch.ones(12, 12, dtype=torch.bool)), "attn_mask has shape .*is_causal or a pattern"),
         (dict(attn_mask=torch.ones(8, 12, 12)), "attn_mask has shape .*is_causal or a pattern"),
         (dict(key_padding_mask=torch.ones(2, 11, dtype=torch.bool)), "key_padding_mask has shape"),
-        (dict(key_padding_mask=torch.zeros(2, 12)), "key_padding_mask has dtype"),
+        (dict(key_padding_mask=torch.ones(2, 12)), "key_padding_mask has numbers other than 0 and -inf"),
         (dict(key=torch.randn(2, 11, 16)), "key has shape"),
         (dict(value=torch.randn(2, 12, 15)), "value has shape"),
         (dict(key=torch.randn(2, 12, 16, device="meta")), "key is on meta"),

@@ -320,6 +320,9 @@ class Shards:
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """[(start, count), ...]"""
 
+class MessageMemory:
+    """Memory of a message, while it travels."""
+
 class NativeCommunicator:
     """One rank's end of a ring whose transport is compiled."""
 
@@ -332,6 +335,14 @@ class NativeCommunicator:
     @property
     def failure(self) -> str:
         """Why it is unusable; empty while it is not."""
+
+def native_communicator(communicator: object) -> NativeCommunicator:
+    """
+    What a communicator written in Python is to rings; all rings over it share it.
+    """
+
+def all_gather(communicator: NativeCommunicator, what: str, own: tuple[int, int], parts: Sequence[tuple[int, int]], deadline: float, device: int = -1, stream: int = 0) -> None:
+    """Every rank's memory on every rank; own and parts are (address, bytes)."""
 
 def local_ring(ranks: int) -> list[NativeCommunicator]:
     """Ranks of this process, one for each calling thread."""

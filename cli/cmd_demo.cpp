@@ -11,7 +11,6 @@
 #include "gpu/gpu.h"
 #include "interrupt.h"
 #include "json.h"
-#include "kernels/kernel.h"
 #include "longspan/error.h"
 #include "longspan/memory.h"
 #include "longspan/threads.h"

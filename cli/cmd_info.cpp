@@ -6,14 +6,13 @@
 #include "console.h"
 #include "gpu/gpu.h"
 #include "json.h"
-#include "kernels/cuda/cuda.h"
 #include "longspan/error.h"
+#include "longspan/machine.h"
 #include "longspan/memory.h"
 #include "longspan/threads.h"
 #include "longspan/version.h"
 #include "machine.h"
 #include "problem_options.h"
-#include "util/cpu_info.h"
 
 namespace longspan::cli {
 namespace {
@@ -58,15 +57,15 @@ Json describe_pools() {
 }
 
 Json describe_gpus() {
-  Json gpus = Json::array();
-  for (const cuda::DeviceFacts& facts : cuda::devices()) {
-    gpus.push_back({{"device", to_string(Device{DeviceType::cuda, static_cast<int>(gpus.size())})},
+  Json list = Json::array();
+  for (const GpuFacts& facts : gpus()) {
+    list.push_back({{"device", to_string(Device{DeviceType::cuda, static_cast<int>(list.size())})},
                     {"name", facts.name},
                     {"compute_capability", fmt::format("{}.{}", facts.compute / 10, facts.compute % 10)},
                     {"multiprocessors", facts.multiprocessors},
                     {"memory_bytes", facts.memory_bytes}});
   }
-  return gpus;
+  return list;
 }
 
 int run(const InfoCommand& command) {
@@ -80,37 +79,38 @@ int run(const InfoCommand& command) {
   const Json pools = describe_pools();
 
   if (command.json) {
-    Json json = {{"version", version()},
-                 {"commit", commit()},
-                 {"machine",
-                  {{"cpu", cpu_model()},
-                   {"cpus", usable_cpus()},
-                   {"memory_bytes", memory_bytes()},
-                   {"cache_bytes", {{"l1", cache_bytes(1)}, {"l2", cache_bytes(2)}, {"l3", cache_bytes(3)}}},
-                   {"instruction_sets", instruction_sets()}}},
-                 {"threads", num_threads()},
-                 {"gpus", describe_gpus()},
-                 {"gpu_driver", gpu_driver()},
-                 {"why_no_gpu", cuda::why_none()},
-                 {"problem", describe(plan->problem())},
-                 {"pattern", choice.pattern.to_string()},
-                 {"chosen", {{"forward", chosen(Pass::forward)}, {"backward", chosen(Pass::backward)}}},
-                 {"kernels", kernels}};
+    Json json = {
+        {"version", version()},
+        {"commit", commit()},
+        {"machine",
+         {{"cpu", cpu().model},
+          {"cpus", cpu().usable},
+          {"memory_bytes", memory_bytes()},
+          {"cache_bytes", {{"l1", cpu().cache_bytes[0]}, {"l2", cpu().cache_bytes[1]}, {"l3", cpu().cache_bytes[2]}}},
+          {"instruction_sets", instruction_sets()}}},
+        {"threads", num_threads()},
+        {"gpus", describe_gpus()},
+        {"gpu_driver", gpu_driver()},
+        {"why_no_gpu", why_no_gpu()},
+        {"problem", describe(plan->problem())},
+        {"pattern", choice.pattern.to_string()},
+        {"chosen", {{"forward", chosen(Pass::forward)}, {"backward", chosen(Pass::backward)}}},
+        {"kernels", kernels}};
     json.update(pools);
     print_json(json);
     return kSuccess;
   }
 
-  const auto cache = [](int level) { return short_bytes(static_cast<double>(cache_bytes(level))); };
+  const auto cache = [](std::size_t level) { return short_bytes(static_cast<double>(cpu().cache_bytes[level - 1])); };
   print("{} {} ({})\n", bold("longspan"), version(), commit());
   print("machine       {}\n", machine_summary());
   print("caches        L1 {}, L2 {}, L3 {}\n", cache(1), cache(2), cache(3));
   print_text(fmt::format("instructions  {}\n", fmt::join(instruction_sets(), " ")));
   print("threads       {}\n", num_threads());
-  if (cuda::devices().empty()) {
-    print("GPUs          none: {}\n", cuda::why_none());
+  if (gpus().empty()) {
+    print("GPUs          none: {}\n", why_no_gpu());
   } else {
-    for (int index = 0; index < static_cast<int>(cuda::devices().size()); ++index) {
+    for (int index = 0; index < static_cast<int>(gpus().size()); ++index) {
       const Device device{DeviceType::cuda, index};
       print("{:<14}{}\n", to_string(device), device_summary(device));
     }

@@ -70,7 +70,7 @@ Json describe_branch(const Plan& plan, std::size_t index) {
                {"pairs", plan.pairs(index)},
                {"active", active}};
   json["phase"] =
-      branch.fixed_phase >= 0 ? Json(branch.fixed_phase) : Json(branch.phase_divisor > 0 ? "torchscale" : "paper");
+      branch.fixed_phase ? Json(*branch.fixed_phase) : Json(branch.heads_per_phase ? "torchscale" : "paper");
   if (branch.mask) json["mask"] = {{"block_size", branch.mask->block_size()}, {"density", branch.mask->density()}};
   return json;
 }

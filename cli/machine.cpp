@@ -9,10 +9,9 @@
 #endif
 
 #include "console.h"
-#include "kernels/cuda/cuda.h"
 #include "longspan/error.h"
+#include "longspan/machine.h"
 #include "longspan/threads.h"
-#include "util/cpu_info.h"
 
 namespace longspan::cli {
 
@@ -21,15 +20,15 @@ double memory_bytes() {
 }
 
 std::string machine_summary() {
-  const int cpus = usable_cpus();
-  return fmt::format("{}, {} CPU{}, {}", cpu_model(), cpus, cpus == 1 ? "" : "s", short_bytes(memory_bytes()));
+  const int cpus = cpu().usable;
+  return fmt::format("{}, {} CPU{}, {}", cpu().model, cpus, cpus == 1 ? "" : "s", short_bytes(memory_bytes()));
 }
 
 void require_device(Device device) {
   if (device.type == DeviceType::cpu) return;
-  const std::size_t count = cuda::devices().size();
+  const std::size_t count = gpus().size();
   if (count == 0) {
-    throw Unsupported(fmt::format("--device {}: {}; or leave --device out", to_string(device), cuda::why_none()));
+    throw Unsupported(fmt::format("--device {}: {}; or leave --device out", to_string(device), why_no_gpu()));
   }
   if (device.index >= static_cast<int>(count)) {
     throw Unsupported(fmt::format("--device {}: this machine has {} GPU{}; give cuda:0{}", to_string(device), count,
@@ -40,7 +39,7 @@ void require_device(Device device) {
 std::string device_summary(Device device) {
   if (device.type == DeviceType::cpu) return fmt::format("{} thread{}", num_threads(), num_threads() == 1 ? "" : "s");
   require_device(device);
-  const cuda::DeviceFacts& facts = cuda::devices()[static_cast<std::size_t>(device.index)];
+  const GpuFacts& facts = gpus()[static_cast<std::size_t>(device.index)];
   return fmt::format("{} (compute capability {}.{}, {})", facts.name, facts.compute / 10, facts.compute % 10,
                      short_bytes(static_cast<double>(facts.memory_bytes)));
 }

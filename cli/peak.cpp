@@ -5,7 +5,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "kernels/cpu/isa.h"
 #endif
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "interrupt.h"
+#include "longspan/attention.h"
 #include "util/parallel.h"
 
 namespace longspan::cli {
@@ -126,10 +126,21 @@ FmaFunction widest_fma() {
   return fma_baseline<Element>;
 }
 
+/// Whether this CPU runs a kernel of the library for bfloat16, and so has its instructions.
+[[maybe_unused]] bool runs(std::string_view kernel) {
+  Problem problem;
+  problem.dtype = DType::bf16;
+  problem.tokens = problem.query_rows = 64;
+  const Plan plan(Pattern::dense(), {}, problem);
+  const std::vector<KernelVerdict> verdicts = plan.kernel_verdicts(Pass::forward);
+  return std::any_of(verdicts.begin(), verdicts.end(),
+                     [&](const KernelVerdict& verdict) { return verdict.kernel == kernel && verdict.can_run; });
+}
+
 /// Multiply-adds of a vector for a storage type: bfloat16 has its own where the CPU multiplies pairs of them.
 FmaFunction vector_products(DType dtype) {
 #if defined(__x86_64__)
-  if (dtype == DType::bf16 && !cpu::missing_avx512_bf16()) return dot_bf16;
+  if (dtype == DType::bf16 && runs("cpu-avx512-bf16")) return dot_bf16;
 #endif
   return dtype == DType::f64 ? widest_fma<double>() : widest_fma<float>();
 }
@@ -137,7 +148,7 @@ FmaFunction vector_products(DType dtype) {
 /// Tiles of bfloat16, or null.
 FmaFunction tile_products() {
 #if defined(__x86_64__)
-  if (!cpu::missing_amx()) return tiles_bf16;
+  if (runs("cpu-amx")) return tiles_bf16;
 #endif
   return nullptr;
 }

@@ -2,38 +2,17 @@
 #include "verify.h"
 
 #include <algorithm>
-#include <cstring>
 #include <random>
 #include <set>
 
-#include "attention/call_masks.h"
-#include "kernels/reference/expectation.h"
-#include "longspan/threads.h"
+#include "longspan/reference.h"
 
 namespace longspan::cli {
 namespace {
 
-/// Rows `positions` of a tensor, one behind the other.
-Tensor gather(std::string_view name, const ConstTensorView& view, const std::vector<std::int64_t>& positions) {
-  const auto rows = static_cast<std::int64_t>(positions.size());
-  Tensor gathered(name, view.dtype, Layout::bnhd, view.batch(), rows, view.heads(), view.columns());
-  const auto row_bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
-  for (std::int64_t entry = 0; entry < view.batch(); ++entry) {
-    for (std::int64_t row = 0; row < rows; ++row) {
-      for (std::int64_t head = 0; head < view.heads(); ++head) {
-        const std::int64_t from = view.offset(entry, positions[static_cast<std::size_t>(row)], head);
-        const std::int64_t to = gathered.view().offset(entry, row, head);
-        std::memcpy(static_cast<std::byte*>(gathered.data()) + to * size_of(view.dtype),
-                    static_cast<const std::byte*>(view.data) + from * size_of(view.dtype), row_bytes);
-      }
-    }
-  }
-  return gathered;
-}
-
 RowCheck compare(std::string name, const ConstTensorView& actual, const std::vector<std::int64_t>& positions,
                  const reference::ExpectedTensor& expected) {
-  const Tensor rows = gather(name, actual, positions);
+  const reference::GatheredRows rows(actual, positions);
   const reference::Comparison comparison = reference::compare(rows.view(), expected);
   const double count = static_cast<double>(actual.batch() * actual.heads()) * static_cast<double>(positions.size());
   return {
@@ -75,32 +54,11 @@ std::vector<RowCheck> verify(const Plan& cached, const Call& call, const Workloa
   if (positions.empty()) return {};
   const ConstTensorView q = work.q.view(), k = work.k.view(), v = work.v.view(), out = work.out.view(),
                         lse = work.lse.view(), dout = work.dout.view();
-  const RowRange whole{0, cached.problem().tokens};
-  CallPlan own(cached, call);
-  own.choose(q, k, call, {&whole, 1}, num_threads());
-  const Plan& plan = *own;
-  std::vector<RowCheck> checks;
-  {
-    Problem problem = plan.problem();
-    problem.query_rows = static_cast<std::int64_t>(positions.size());
-    Plan few(plan.pattern(), plan.options(), problem);
-    for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {  // masks of all rows, not of these few
-      if (plan.branches()[branch].mask) few = few.with_mask(branch, *plan.branches()[branch].mask);
-    }
-    std::vector<RowRange> ranges;
-    for (const std::int64_t position : positions) ranges.push_back({position, 1});
-    const Tensor few_q = gather("q", q, positions), few_dout = gather("dout", dout, positions);
-    const reference::Expectation expected = reference::expect_queries(
-        {few, call, ranges, few_q.view(), k, v, {}, {}, few_dout.view(), {}, {}, {}, num_threads(), nullptr});
-    checks.push_back(compare("out", out, positions, expected.out));
-    checks.push_back(compare("lse", lse, positions, expected.lse));
-    checks.push_back(compare("dq", work.dq.view(), positions, expected.dq));
-  }
-  const reference::Expectation expected = reference::expect_keys(
-      {plan, call, {&whole, 1}, q, k, v, out, lse, dout, {}, {}, {}, num_threads(), nullptr}, positions);
-  checks.push_back(compare("dk", work.dk.view(), positions, expected.dk));
-  checks.push_back(compare("dv", work.dv.view(), positions, expected.dv));
-  return checks;
+  const reference::Expectation expected =
+      reference::expected_rows(Attention(cached.pattern(), cached.options()), q, k, v, out, lse, dout, call, positions);
+  return {compare("out", out, positions, expected.out), compare("lse", lse, positions, expected.lse),
+          compare("dq", work.dq.view(), positions, expected.dq), compare("dk", work.dk.view(), positions, expected.dk),
+          compare("dv", work.dv.view(), positions, expected.dv)};
 }
 
 }  // namespace longspan::cli

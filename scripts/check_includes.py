@@ -15,7 +15,7 @@ ROOMS = {
     "src/util": set(),
     "src/pattern": {"src/util"},
     "src/plan": {"src/pattern", "src/util"},
-    "src/device": {"src/util"},
+    "src/device": {"src/memory", "src/util"},
     "src/memory": {"src/util"},
     # kernel.h, which every engine implements, and the lists of kernels, which name every engine.
     "src/kernels": FOUNDATION | {f"src/kernels/{engine}" for engine in ("cpu", "cuda", "hopper", "plain", "reference")},
@@ -25,10 +25,11 @@ ROOMS = {
     "src/kernels/ptx": set(),
     "src/kernels/cuda": FOUNDATION | {"src/kernels", "src/kernels/ptx"},
     "src/kernels/hopper": FOUNDATION | {"src/kernels", "src/kernels/cuda", "src/kernels/ptx"},
-    "src/attention": FOUNDATION | {"src/kernels", "src/kernels/cuda", "src/kernels/plain"},
+    "src/attention": FOUNDATION | {"src/kernels", "src/kernels/cuda", "src/kernels/plain", "src/kernels/reference"},
     "src/comm": FOUNDATION | {"src/attention"},
-    "cli": FOUNDATION | {"src/attention", "src/kernels", "src/kernels/cpu", "src/kernels/cuda", "src/kernels/reference"},
-    "python/src": {"src/util", "src/kernels", "src/kernels/cuda"},
+    # The command and the Python module see the public headers only, and tools that know nothing of attention.
+    "cli": {"src/device", "src/util"},
+    "python/src": {"src/util"},
 }
 INCLUDE_FOLDERS = ("include", "src", "cli", "python/src")
 SOURCES = {".h", ".cpp", ".cu", ".cuh"}

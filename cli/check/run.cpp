@@ -10,11 +10,9 @@
 #include <limits>
 #include <memory>
 
-#include "attention/call_masks.h"
 #include "interrupt.h"
-#include "kernels/kernel.h"
-#include "kernels/reference/expectation.h"
 #include "longspan/error.h"
+#include "longspan/reference.h"
 #include "longspan/threads.h"
 #include "random.h"
 #include "tensor.h"
@@ -67,10 +65,6 @@ class CaseData {
     make_pieces();
   }
 
-  BackwardArguments arguments(const Plan& plan) const {
-    return {plan, call,        ranges(), q.view(), k_argument(), v_argument(),  {},
-            {},   dout.view(), {},       {},       {},           num_threads(), nullptr};
-  }
   std::span<const RowRange> ranges() const {
     return one_.query_ranges.empty() ? std::span(&whole_, 1) : std::span(one_.query_ranges);
   }
@@ -198,12 +192,12 @@ class PlacedInputs {
   Call call;
 };
 
-CaseResult run_kernel(const CheckCase& one, const PlacedInputs& inputs, Device device, const Kernel& kernel,
+CaseResult run_kernel(const CheckCase& one, const PlacedInputs& inputs, Device device, const std::string& kernel,
                       bool gradients, const reference::Expectation& expected) {
   CaseResult result;
-  result.kernel = kernel.name;
+  result.kernel = kernel;
   Options options = one.options;
-  options.kernel = kernel.name;
+  options.kernel = kernel;
   const Attention attention(one.pattern, options);
   const std::int64_t rows = one.query_rows();
   const auto like = [&](std::string_view name, std::int64_t count, std::int64_t heads) {
@@ -255,31 +249,29 @@ CaseResult run_kernel(const CheckCase& one, const PlacedInputs& inputs, Device d
 std::vector<CaseResult> run_case(const CheckCase& one, Device device, std::string_view only) {
   const CaseData data(one);
   const Attention attention(one.pattern, one.options);
-  const Problem here = Attention::problem(data.q.view(), data.k_argument(), data.call);
-  Problem there = here;
+  Problem there = Attention::problem(data.q.view(), data.k_argument(), data.call);
   there.device = device;
-  const auto plan = attention.plan(here), device_plan = attention.plan(there);
-  std::vector<const Kernel*> kernels;
-  for (const Kernel* kernel : all_kernels()) {
-    if (!only.empty() && kernel->name != only) continue;
-    if (kernel->can_run(*device_plan, Pass::forward).ok) kernels.push_back(kernel);
-  }
-  if (kernels.empty()) return {};
-  CallPlan own(*plan, data.call);
-  own.choose(data.q.view(), data.k_argument(), data.call, data.ranges(), num_threads());
-  const reference::Expectation expected = reference::expect(data.arguments(*own));
+  const auto plan = attention.plan(there);
+  const std::vector<KernelVerdict> forward = plan->kernel_verdicts(Pass::forward),
+                                   backward = plan->kernel_verdicts(Pass::backward);
+  const auto runs = [&](const KernelVerdict& kernel) {
+    return kernel.can_run && (only.empty() || kernel.kernel == only);
+  };
+  if (std::none_of(forward.begin(), forward.end(), runs)) return {};
+  const reference::Expectation expected =
+      reference::expected(attention, data.q.view(), data.k_argument(), data.v_argument(), data.dout.view(), data.call);
   const PlacedInputs inputs(one, data, device);
   std::vector<CaseResult> results;
-  for (const Kernel* kernel : kernels) {
+  for (std::size_t i = 0; i < forward.size(); ++i) {
+    if (!runs(forward[i])) continue;
     stop_if_interrupted();
     try {
-      const bool gradients = kernel->can_run(*device_plan, Pass::backward).ok;
-      results.push_back(run_kernel(one, inputs, device, *kernel, gradients, expected));
+      results.push_back(run_kernel(one, inputs, device, forward[i].kernel, backward[i].can_run, expected));
     } catch (const Cancelled&) {
       throw;
     } catch (const Error& error) {  // a kernel that said it could run must run
       CaseResult result;
-      result.kernel = kernel->name;
+      result.kernel = forward[i].kernel;
       result.ok = false;
       result.problem = fmt::format("threw: {}", error.what());
       results.push_back(std::move(result));

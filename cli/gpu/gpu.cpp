@@ -11,7 +11,7 @@
 
 #include "device/error.h"
 #include "gpu/peak.h"
-#include "kernels/cuda/cuda.h"
+#include "longspan/machine.h"
 #include "machine.h"
 #include "timing.h"
 
@@ -139,7 +139,7 @@ GpuPeak measured_gpu_peak(Device device, DType dtype) {
             fmt::format("{} matrix product of {} x {} {}", product->name(), side, side, name_of(dtype))};
   }
   const std::unique_ptr<void, FreeOnGpu> sink(gpu_allocate(device, sizeof(float), "the peak"), FreeOnGpu{device});
-  const int blocks = cuda::devices()[static_cast<std::size_t>(device.index)].multiprocessors * 4;
+  const int blocks = gpus()[static_cast<std::size_t>(device.index)].multiprocessors * 4;
   double flops = 0;
   const double seconds = best_seconds([&] {
     cuda::check(multiply_registers(dtype, blocks, static_cast<float*>(sink.get()), flops), "starting multiply-adds");

@@ -9,7 +9,6 @@
 
 #include "gpu/gpu.h"
 #include "interrupt.h"
-#include "kernels/kernel.h"
 #include "random.h"
 #include "ring/mapped_output.h"
 #include "ring/ranks.h"

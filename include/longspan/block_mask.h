@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -61,13 +60,10 @@ class LONGSPAN_API BlockMask {
   std::size_t bytes() const;
   /// One line for people.
   std::string to_string() const;
-  /// What engines keep beside a mask, such as copies of its lists on a GPU: made once for each key, shared by all
-  /// copies of the mask and gone with the last of them.
-  std::shared_ptr<const void> kept(std::uint64_t key,
-                                   const std::function<std::shared_ptr<const void>(const BlockMask&)>& make) const;
 
  private:
   friend class BlockPattern;
+  friend class KeptBesideMask;
   struct Lists;
   explicit BlockMask(std::shared_ptr<const Lists> lists);
   /// Lists that are right by construction: nothing is checked.

@@ -64,10 +64,7 @@ class LONGSPAN_API Communicator {
   void fail(std::string reason);
 
  private:
-  friend class MessageStep;
   std::string failure_;
-  std::uint64_t steps_ = 0;  // exchanges so far; all ranks count alike
-  bool greeted_ = false;     // ranks have compared what they compute
 };
 
 /// Every rank's bytes on every rank, under a deadline: sends `own` to all others and fills parts[p] with what rank p

@@ -96,9 +96,4 @@ class LONGSPAN_API ExchangePlan {
   std::int64_t all_gather_bytes_ = 0;
 };
 
-/// The runs of a message whose positions lie in [begin, end), with offsets of their own. Cuts a message into rounds.
-LONGSPAN_API std::vector<ExchangeRun> clip_runs(std::span<const ExchangeRun> runs, std::int64_t begin,
-                                                std::int64_t end);
-LONGSPAN_API std::int64_t pairs_of(std::span<const ExchangeRun> runs);
-
 }  // namespace longspan

@@ -65,34 +65,33 @@ struct Strand {
   bool operator==(const Strand&) const = default;
 };
 
-/// One branch with its heads resolved. All arithmetic of strands is here.
-struct BranchPlan {
+/// One branch with its heads resolved.
+struct LONGSPAN_API BranchPlan {
   std::int64_t segment = kWholeSequence;
   std::int64_t dilation = 1;
   std::int64_t head_begin = 0;
   std::int64_t head_count = 0;
-  std::int64_t fixed_phase = -1;   ///< phase of all heads (head groups), or -1: by phase_divisor
-  std::int64_t phase_divisor = 0;  ///< torchscale: phase = head / phase_divisor; 0: phase = head mod dilation
-  bool skip_if_longer = false;     ///< policy skip: the branch vanishes for sequences shorter than its segment
+  std::optional<std::int64_t> fixed_phase{};      ///< phase of all heads (head groups)
+  std::optional<std::int64_t> heads_per_phase{};  ///< phase = head / this (torchscale); else head mod dilation (paper)
+  bool skip_if_longer = false;  ///< policy skip: the branch vanishes for sequences shorter than its segment
   bool pad_keys = false;
-  std::optional<BlockMask> mask;
-  std::int64_t mask_entry_heads = 0;  ///< H where batch entries have masks of their own, else 0
+  std::optional<BlockMask> mask{};
+  std::int64_t mask_entry_stride = 0;  ///< heads of the mask from one batch entry to the next; 0: entries share them
   double adaptive_density = 0;  ///< above 0: each call chooses the mask from its data; until then it keeps nothing
 
   /// Which of the mask's heads serves a head of a batch entry.
-  std::int64_t mask_head(std::int64_t entry, std::int64_t head) const { return entry * mask_entry_heads + head; }
-  bool owns(std::int64_t head) const { return head >= head_begin && head < head_begin + head_count; }
-  std::int64_t phase(std::int64_t head) const {
-    if (fixed_phase >= 0) return fixed_phase;
-    return phase_divisor > 0 ? head / phase_divisor : head % dilation;
-  }
+  std::int64_t mask_head(std::int64_t entry, std::int64_t head) const { return entry * mask_entry_stride + head; }
+  bool owns(std::int64_t head) const;
+  std::int64_t phase(std::int64_t head) const;
   /// Whether the branch takes part for a sequence of `length` rows.
-  bool active(std::int64_t length) const { return !(skip_if_longer && segment > length); }
+  bool active(std::int64_t length) const;
   /// Number of segments of a sequence of `length` rows.
   std::int64_t segments(std::int64_t length) const;
   /// The strand of a head in segment `index` of a sequence of `length` rows.
   Strand strand(std::int64_t head, std::int64_t index, std::int64_t length) const;
-  bool covers(std::int64_t head, std::int64_t position) const { return (position % segment) % dilation == phase(head); }
+  /// Rows of the longest strand in a sequence of `length` rows.
+  std::int64_t longest_strand(std::int64_t length) const;
+  bool covers(std::int64_t head, std::int64_t position) const;
   /// Zero keys that torchscale would have attended to beside the strand's own rows.
   std::int64_t padding(const Strand& strand, std::int64_t length, bool causal) const;
 };

@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.h"
-#include "kernels/cuda/cuda.h"
 #include "longspan/longspan.h"
 
 namespace nb = nanobind;
@@ -35,7 +34,7 @@ nb::dict describe(const longspan::MemoryStatistics& statistics) {
 
 nb::list gpus() {
   nb::list result;
-  for (const longspan::cuda::DeviceFacts& facts : longspan::cuda::devices()) {
+  for (const longspan::GpuFacts& facts : longspan::gpus()) {
     nb::dict gpu;
     gpu["name"] = facts.name;
     gpu["compute_capability"] = nb::make_tuple(facts.compute / 10, facts.compute % 10);
@@ -76,7 +75,7 @@ NB_MODULE(_longspan, module) {
   module.def("set_memory_limit", &longspan::host_memory::set_limit_bytes, "limit"_a);
 
   module.def("gpus", &gpus, nb::sig("def gpus() -> list[dict[str, object]]"), "The GPUs of this machine.");
-  module.def("why_no_gpu", &longspan::cuda::why_none, "Why gpus() is empty; empty where it is not.");
+  module.def("why_no_gpu", &longspan::why_no_gpu, "Why gpus() is empty; empty where it is not.");
   module.def(
       "device_memory_statistics", [](int device) { return describe(longspan::device_memory::statistics(device)); },
       "device"_a = 0, nb::sig("def device_memory_statistics(device: int = 0) -> dict[str, int]"));

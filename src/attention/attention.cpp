@@ -9,11 +9,10 @@
 #include "attention/check.h"
 #include "attention/kernel_choice.h"
 #include "attention/run.h"
-#include "device/device_pool.h"
+#include "device/scratch.h"
 #include "kernels/cuda/cuda.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
-#include "memory/host_pool.h"
 #include "plan/plan_cache.h"
 #include "util/hash.h"
 
@@ -27,13 +26,8 @@ namespace {
 class Workspace {
  public:
   Workspace(const Call& call, Device device, std::size_t bytes)
-      : callers_(callers_memory(call, bytes)),
-        host_(callers_ || device.type != DeviceType::cpu ? 0 : bytes),
-        device_(device.index, call.stream, callers_ || device.type != DeviceType::cuda ? 0 : bytes) {}
-  std::byte* data() const {
-    if (callers_) return callers_;
-    return device_.data() ? device_.data() : host_.data();
-  }
+      : callers_(callers_memory(call, bytes)), own_(device, call.stream, callers_ ? 0 : bytes) {}
+  std::byte* data() const { return callers_ ? callers_ : own_.data(); }
 
  private:
   static std::byte* callers_memory(const Call& call, std::size_t bytes) {
@@ -53,8 +47,7 @@ class Workspace {
   }
 
   std::byte* callers_;
-  HostLease host_;
-  DeviceLease device_;
+  Scratch own_;
 };
 
 bool must_have_all_keys(const Problem& problem, KeysGiven given) {

@@ -7,8 +7,8 @@
 #include <limits>
 
 #include "longspan/error.h"
+#include "plan/branch.h"
 #include "plan/key_rows.h"
-#include "plan/query_rows.h"
 
 namespace longspan {
 namespace {
@@ -257,22 +257,6 @@ void check_lse(std::string_view name, const ConstTensorView& lse, const ConstTen
   }
 }
 
-/// Which key blocks of a strand some of its queries see; empty where they may see all: without a mask, and with an
-/// adaptive one, which is chosen from all keys.
-std::vector<bool> seen_blocks(const BranchPlan& branch, std::int64_t mask_head, const QueryRun& queries,
-                              std::int64_t count, bool causal) {
-  if (!branch.mask || branch.adaptive_density > 0) return {};
-  const std::int64_t size = branch.mask->block_size();
-  std::vector<bool> seen(static_cast<std::size_t>((count + size - 1) / size));
-  for (std::int64_t row = queries.begin / size; row * size < queries.begin + queries.count; ++row) {
-    for (const std::int64_t column : branch.mask->row(mask_head, row)) {
-      if (column * size >= count || (causal && column > row)) break;
-      seen[static_cast<std::size_t>(column)] = true;
-    }
-  }
-  return seen;
-}
-
 /// Looks for the keys that the queries of a range attend to.
 class PieceCheck {
  public:
@@ -285,7 +269,7 @@ class PieceCheck {
 
   void check(const BranchPlan& branch, std::span<const RowRange> ranges) const {
     // Where neither lengths nor masks tell entries apart, one stands for all.
-    const bool entries_differ = lengths_.given() || mask_.given() || branch.mask_entry_heads > 0;
+    const bool entries_differ = lengths_.given() || mask_.given() || branch.mask_entry_stride > 0;
     for (std::int64_t entry = 0; entry < (entries_differ ? plan_.problem().batch : 1); ++entry) {
       const std::int64_t length = rows_of_entry(lengths_, entry, plan_.problem().tokens);
       if (length == 0 || !branch.active(length)) continue;
@@ -307,22 +291,29 @@ class PieceCheck {
 
   void check_strand(const BranchPlan& branch, std::int64_t entry, std::int64_t head, const Strand& strand,
                     const RowRange& range) const {
-    const QueryRun queries = query_run(strand, range, 0);
+    const QueryRun queries = query_run(strand, range);
     if (queries.count == 0) return;
-    const std::int64_t needed = plan_.options().causal ? queries.begin + queries.count : strand.count;
+    const bool causal = plan_.options().causal;
+    // Adaptive masks are chosen from all keys.
+    if (branch.adaptive_density > 0)
+      return check_keys(entry, head, strand, 0, causal ? queries.begin + queries.count : strand.count, range,
+                        "may choose");
+    for_each_attended(branch, entry, entry + 1, head, strand, queries, causal,
+                      [&](std::int64_t first, std::int64_t last) {
+                        check_keys(entry, head, strand, first, last, range, "attends to");
+                      });
+  }
+
+  /// Rows [first, last) of a strand, which a query in `range` uses.
+  void check_keys(std::int64_t entry, std::int64_t head, const Strand& strand, std::int64_t first, std::int64_t last,
+                  const RowRange& range, const char* uses) const {
     const std::int64_t kv_head = head / (plan_.problem().heads / plan_.problem().kv_heads);
-    const std::vector<bool> seen =
-        seen_blocks(branch, branch.mask_head(entry, head), queries, strand.count, plan_.options().causal);
-    for (std::int64_t index = 0; index < needed;) {
-      if (!seen.empty() && !seen[static_cast<std::size_t>(index / branch.mask->block_size())]) {
-        ++index;
-        continue;
-      }
-      const RowRun run = rows_.run(entry, kv_head, strand, index, needed - index);
+    for (std::int64_t index = first; index < last;) {
+      const RowRun run = rows_.run(entry, kv_head, strand, index, last - index);
       const std::int64_t position = strand.start + index * strand.stride;
       if (run.count == 0 && key_allowed(mask_, entry, position)) {
         reject("pieces", "no piece holds position {}, which a query in range (start {}, count {}) {}", position,
-               range.start, range.count, branch.adaptive_density > 0 ? "may choose" : "attends to");
+               range.start, range.count, uses);
       }
       index += std::max<std::int64_t>(run.count, 1);
     }

@@ -9,7 +9,7 @@
 
 #include "attention/call_masks.h"
 #include "attention/check.h"
-#include "device/device_pool.h"
+#include "device/scratch.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/kernel.h"
 #include "kernels/plain/rows.h"
@@ -27,17 +27,11 @@ class FloatTensor {
  public:
   FloatTensor(Device device, void* stream, std::int64_t batch, std::int64_t rows, std::int64_t heads,
               std::int64_t columns)
-      : values_(device.type == DeviceType::cpu ? static_cast<std::size_t>(batch * rows * heads * columns) : 0),
-        lease_(device.index, stream,
-               device.type == DeviceType::cpu
-                   ? 0
-                   : static_cast<std::size_t>(batch * rows * heads * columns) * sizeof(float)),
-        view_(TensorView::bnhd(device.type == DeviceType::cpu ? static_cast<void*>(values_.data()) : lease_.data(),
-                               DType::f32, batch, rows, heads, columns, device)) {}
+      : tensor_(device, stream, DType::f32, batch, rows, heads, columns) {}
   FloatTensor(const ConstTensorView& source, std::int64_t heads, void* stream)
       : FloatTensor(source.device, stream, source.batch(), source.rows(), heads, source.columns()) {
     if (source.device.type != DeviceType::cpu) {
-      cuda::to_float(source, view_, stream);
+      cuda::to_float(source, view(), stream);
       return;
     }
     dispatch_storage(source.dtype, [&]<class Storage>() {
@@ -45,7 +39,7 @@ class FloatTensor {
         for (std::int64_t row = 0; row < source.rows(); ++row) {
           for (std::int64_t head = 0; head < heads; ++head) {
             const Storage* const from = source.at<Storage>(entry, row, head / (heads / source.heads()));
-            float* const to = view_.at<float>(entry, row, head);
+            float* const to = view().at<float>(entry, row, head);
             for (std::int64_t column = 0; column < source.columns(); ++column)
               to[column] = static_cast<float>(to_float(from[column]));
           }
@@ -53,18 +47,14 @@ class FloatTensor {
       }
     });
   }
-  FloatTensor(const FloatTensor&) = delete;
-  FloatTensor& operator=(const FloatTensor&) = delete;
-  const TensorView& view() const { return view_; }
+  const TensorView& view() const { return tensor_.view(); }
   void fill_one(void* stream) {
-    if (view_.device.type != DeviceType::cpu) return cuda::fill_one(view_, stream);
-    std::fill(values_.begin(), values_.end(), 1.0f);
+    if (view().device.type != DeviceType::cpu) return cuda::fill_one(view(), stream);
+    std::fill_n(static_cast<float*>(view().data), tensor_.bytes() / sizeof(float), 1.0f);
   }
 
  private:
-  std::vector<float> values_;
-  DeviceLease lease_;
-  TensorView view_;
+  ScratchTensor tensor_;
 };
 
 /// The same attention without what does not concern weights.

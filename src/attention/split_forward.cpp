@@ -16,8 +16,7 @@ SplitForward::SplitForward(const Attention& attention, const ConstTensorView& q,
       lse_(lse),
       threads_(num_threads()),
       kernel_(KernelChoice::of(*plan_)->taking(Pass::forward, arguments(call))),
-      host_(q.device.type == DeviceType::cpu ? needed_bytes() : 0),
-      device_(q.device.index, call.stream, q.device.type == DeviceType::cuda ? needed_bytes() : 0) {}
+      workspace_(q.device, call.stream, needed_bytes()) {}
 
 std::size_t SplitForward::needed_bytes() const {
   return possible() && q_.rows() > 0 ? kernel_.workspace_bytes(*plan_, Pass::forward, threads_) : 0;
@@ -30,7 +29,7 @@ ForwardArguments SplitForward::arguments(const Call& call) const {
 void SplitForward::run(const ForwardPart& part, const Call& call) const {
   if (q_.batch() == 0 || q_.rows() == 0) return;
   ForwardArguments a = arguments(call);
-  a.workspace = device_.data() ? device_.data() : host_.data();
+  a.workspace = workspace_.data();
   a.part = &part;
   kernel_.forward(a);
   if (call.report) call.report->kernel = kernel_.name;

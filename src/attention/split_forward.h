@@ -3,10 +3,9 @@
 
 #include <memory>
 
-#include "device/device_pool.h"
+#include "device/scratch.h"
 #include "kernels/kernel.h"
 #include "longspan/attention.h"
-#include "memory/host_pool.h"
 
 namespace longspan {
 
@@ -28,8 +27,7 @@ class SplitForward {
   TensorView out_, lse_;
   int threads_;
   const Kernel& kernel_;
-  HostLease host_;
-  DeviceLease device_;
+  Scratch workspace_;
 };
 
 }  // namespace longspan

@@ -227,7 +227,7 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
   // Sums of own rows: the caller's tensors where they can be.
   void* const stream = rules.place.stream;
   const bool in_place = sums_in_place(t.dk) && sums_in_place(t.dv);
-  std::optional<PoolTensor> dk_memory, dv_memory;
+  std::optional<ScratchTensor> dk_memory, dv_memory;
   if (!in_place) {
     dk_memory.emplace(t.k, sum_dtype(t.k.dtype), stream);
     dv_memory.emplace(t.v, sum_dtype(t.k.dtype), stream);

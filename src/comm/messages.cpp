@@ -118,7 +118,7 @@ MessageStep::MessageStep(Communicator& communicator, const MessageRules& rules, 
     throw CommError(
         fmt::format("{}: this communicator failed before: {}; make a new one", name_, communicator.failure()));
   }
-  step_ = communicator.steps_++;
+  step_ = steps_of(communicator).next++;
 }
 
 MessageStep::~MessageStep() {
@@ -223,7 +223,8 @@ void MessageStep::finish() {
 }
 
 void MessageStep::greet(Communicator& communicator, const MessageRules& rules, const std::string& name) {
-  if (communicator.greeted_) return;
+  CommunicatorSteps& steps = steps_of(communicator);
+  if (steps.greeted) return;
   std::vector<MessageBuffer> sends, receives;
   for (int peer = 0; peer < communicator.size(); ++peer) {
     if (peer == communicator.rank()) continue;
@@ -233,7 +234,7 @@ void MessageStep::greet(Communicator& communicator, const MessageRules& rules, c
   MessageStep step(communicator, rules, name + ", comparing ranks");
   step.begin(sends, receives);
   step.finish();
-  communicator.greeted_ = true;
+  steps.greeted = true;
 }
 
 void all_gather(Communicator& communicator, const std::string& what, const SendBuffer& own,

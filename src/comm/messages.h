@@ -102,6 +102,13 @@ struct MessageRules {
   MessagePlace place;
 };
 
+/// What rings keep of a communicator until it ends. Rings that share it go on from one another's steps.
+struct CommunicatorSteps {
+  std::uint64_t next = 0;  // all ranks count alike
+  bool greeted = false;    // ranks have compared what they compute
+};
+CommunicatorSteps& steps_of(const Communicator& communicator);
+
 /// begin() and finish() of one exchange. What goes wrong becomes a CommError that names the step, and the
 /// communicator's failure.
 class MessageStep {

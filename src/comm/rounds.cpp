@@ -11,6 +11,7 @@
 #include "attention/run.h"
 #include "comm/ring_state.h"
 #include "longspan/error.h"
+#include "plan/exchange_runs.h"
 #include "plan/key_rows.h"
 #include "plan/query_rows.h"
 
@@ -179,7 +180,7 @@ class Widened {
   const ConstTensorView& view() const { return view_; }
 
  private:
-  std::optional<PoolTensor> copy_;
+  std::optional<ScratchTensor> copy_;
   ConstTensorView view_;
 };
 
@@ -239,7 +240,7 @@ void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> r
   const OnHost lengths(call.lengths, call.stream);
   ConstTensorView shape = lse;
   shape.device = {};
-  const PoolTensor padding(shape, lse.dtype);
+  const ScratchTensor padding(shape, lse.dtype);
   with_sums(lse.dtype, [&]<class Real>() {
     sweep(padding.view(), [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
       const std::int64_t position = PositionCursor(ranges, row).next();
@@ -255,7 +256,7 @@ void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> r
     });
   });
   if (lse.device.type == DeviceType::cpu) return mix(out, lse, {}, padding.view(), nullptr);
-  const PoolTensor there(lse, lse.dtype, call.stream);
+  const ScratchTensor there(lse, lse.dtype, call.stream);
   gpu::copy(there.view().data, padding.view().data, padding.bytes(), lse.device.index, call.stream);
   mix(out, lse, {}, there.view(), call.stream);
   gpu::wait(lse.device.index, call.stream);  // until the host's copy has been read
@@ -378,7 +379,7 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   const Widened q(t.q, stream), k(t.k, stream), v(t.v, stream);
   ConstTensorView row_sums = t.q;
   row_sums.sizes[3] = 1;
-  const PoolTensor out(t.q, sums, stream), more_out(t.q, sums, stream), lse(row_sums, sums, stream),
+  const ScratchTensor out(t.q, sums, stream), more_out(t.q, sums, stream), lse(row_sums, sums, stream),
       more_lse(row_sums, sums, stream);
   RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.place.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
@@ -414,7 +415,7 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
   const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes, Pass::backward);
   const DType sums = sum_dtype(t.q.dtype);
   const Widened q(t.q, stream), k(t.k, stream), v(t.v, stream), out(t.out, stream), dout(t.dout, stream);
-  const PoolTensor dq(t.q, sums, stream), more_dq(t.q, sums, stream), dk(t.k, sums, stream), dv(t.v, sums, stream);
+  const ScratchTensor dq(t.q, sums, stream), more_dq(t.q, sums, stream), dk(t.k, sums, stream), dv(t.v, sums, stream);
   clear(dk.view(), stream);
   clear(dv.view(), stream);
   RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.place.on_gpu());

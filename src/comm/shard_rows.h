@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/messages.h"
+#include "device/scratch.h"
 #include "longspan/attention.h"
 #include "longspan/exchange.h"
 #include "longspan/threads.h"
@@ -231,25 +232,6 @@ inline void clear(const TensorView& view, void* stream = nullptr) {
         }
       });
 }
-
-/// A tensor of a pool's memory, in the shape of another and on its device.
-class PoolTensor {
- public:
-  PoolTensor(const ConstTensorView& like, DType dtype, void* stream = nullptr)
-      : bytes_(static_cast<std::size_t>(like.batch() * like.rows() * like.heads() * like.columns() * size_of(dtype))),
-        host_(like.device.type == DeviceType::cpu ? bytes_ : 0),
-        device_(like.device.index, stream, like.device.type == DeviceType::cuda ? bytes_ : 0),
-        view_(TensorView::bnhd(device_.data() ? device_.data() : host_.data(), dtype, like.batch(), like.rows(),
-                               like.heads(), like.columns(), like.device)) {}
-  const TensorView& view() const { return view_; }
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  std::size_t bytes_;
-  HostLease host_;
-  DeviceLease device_;
-  TensorView view_;
-};
 
 /// Small call data (masks, lengths, slopes) where the host can read it.
 class OnHost {

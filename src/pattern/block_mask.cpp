@@ -9,6 +9,7 @@
 
 #include "longspan/error.h"
 #include "pattern/block_size.h"
+#include "pattern/kept_beside_mask.h"
 #include "util/hash.h"
 
 namespace longspan {
@@ -292,13 +293,14 @@ std::uint64_t BlockMask::hash() const {
   return lists_->hash;
 }
 
-std::shared_ptr<const void> BlockMask::kept(
-    std::uint64_t key, const std::function<std::shared_ptr<const void>(const BlockMask&)>& make) const {
-  const std::lock_guard lock(lists_->keeping);
-  for (const auto& [found, value] : lists_->kept) {
-    if (found == key) return value;
+KeptBesideMask::Thing KeptBesideMask::get(const BlockMask& mask, std::uint64_t key,
+                                          const std::function<Thing(const BlockMask&)>& make) {
+  const BlockMask::Lists& lists = *mask.lists_;
+  const std::lock_guard lock(lists.keeping);
+  for (const auto& [found, thing] : lists.kept) {
+    if (found == key) return thing;
   }
-  return lists_->kept.emplace_back(key, make(*this)).second;
+  return lists.kept.emplace_back(key, make(mask)).second;
 }
 
 std::size_t BlockMask::bytes() const {

@@ -6,49 +6,12 @@
 
 #include "longspan/error.h"
 #include "longspan/exchange.h"
+#include "plan/branch.h"
+#include "plan/exchange_runs.h"
 #include "plan/row_ranges.h"
-#include "plan/row_set.h"
 
 namespace longspan {
 namespace {
-
-/// Rows [begin, end) of a strand that lie in a range of positions.
-struct StrandRows {
-  std::int64_t begin = 0, end = 0;
-};
-StrandRows strand_rows(const Strand& strand, const RowRange& range) {
-  const auto index_of = [&](std::int64_t position) {  // of the first row at or behind a position
-    const std::int64_t distance = std::max<std::int64_t>(position - strand.start, 0);
-    return std::min((distance + strand.stride - 1) / strand.stride, strand.count);
-  };
-  return {index_of(range.start), index_of(range.start + range.count)};
-}
-
-/// Calls body(begin, end) for runs of strand rows that queries [rows.begin, rows.end) of the strand attend to, in any
-/// of `entries` batch entries.
-template <class Body>
-void for_each_attended(const BranchPlan& branch, std::int64_t entries, std::int64_t head, const Strand& strand,
-                       const StrandRows& rows, bool causal, Body&& body) {
-  if (!branch.mask) return body(std::int64_t{0}, causal ? rows.end : strand.count);
-  const std::int64_t size = branch.mask->block_size();
-  std::vector<std::int64_t> ends(static_cast<std::size_t>((strand.count + size - 1) / size),
-                                 0);  // per key block; 0: not seen
-  const std::int64_t masks = branch.mask_entry_heads > 0 ? entries : 1;
-  for (std::int64_t entry = 0; entry < masks; ++entry) {
-    for (std::int64_t block_row = rows.begin / size; block_row * size < rows.end; ++block_row) {
-      const std::int64_t last_query = std::min((block_row + 1) * size, rows.end);
-      for (const std::int64_t column : branch.mask->row(branch.mask_head(entry, head), block_row)) {
-        if (column * size >= strand.count || (causal && column > block_row)) break;
-        const std::int64_t end =
-            std::min((column + 1) * size, causal ? std::min(last_query, strand.count) : strand.count);
-        ends[static_cast<std::size_t>(column)] = std::max(ends[static_cast<std::size_t>(column)], end);
-      }
-    }
-  }
-  for (std::size_t column = 0; column < ends.size(); ++column) {
-    if (ends[column] > 0) body(static_cast<std::int64_t>(column) * size, ends[column]);
-  }
-}
 
 /// Whether queries of `range` in the segment that begins at `begin` may need a row outside the range.
 bool leaves(const RowRange& range, std::int64_t begin, std::int64_t end, bool causal) {
@@ -71,9 +34,9 @@ std::vector<std::vector<Progression>> needed(const Plan& plan, const Shards& sha
         if (!leaves(range, begin, end, plan.options().causal)) continue;
         for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
           const Strand strand = branch.strand(head, segment, tokens);
-          const StrandRows queries = strand_rows(strand, range);
-          if (queries.begin == queries.end) continue;
-          for_each_attended(branch, problem.batch, head, strand, queries, plan.options().causal,
+          const QueryRun queries = query_run(strand, range);
+          if (queries.count == 0) continue;
+          for_each_attended(branch, 0, problem.batch, head, strand, queries, plan.options().causal,
                             [&](std::int64_t first, std::int64_t last) {
                               const Progression keys{strand.start + first * strand.stride, strand.stride, last - first};
                               for (const RowRange& theirs : shards.ranges(owner)) {
@@ -123,7 +86,7 @@ std::int64_t gathered_pairs(const Plan& plan, const Shards& shards, int rank) {
       const auto rows_before = [&](std::int64_t end) {
         const std::int64_t size = std::min(branch.segment, problem.tokens);
         const auto in_segment = [&](std::int64_t rows) {
-          return phase < rows ? (rows - phase - 1) / branch.dilation + 1 : 0;
+          return phase < rows ? strands::ceil_divide(rows - phase, branch.dilation) : 0;
         };
         return size == 0 ? 0 : end / size * in_segment(size) + in_segment(end % size);
       };
@@ -140,17 +103,18 @@ std::int64_t gathered_pairs(const Plan& plan, const Shards& shards, int rank) {
 void add_far_blocks(RowRanges& far, const Plan& plan, const BranchPlan& branch, std::span<const RowRange> owned,
                     const RowRange& range, std::int64_t segment) {
   const Problem& problem = plan.problem();
-  const std::int64_t size = branch.mask->block_size(), entries = branch.mask_entry_heads > 0 ? problem.batch : 1;
+  const std::int64_t size = branch.mask->block_size(), entries = branch.mask_entry_stride > 0 ? problem.batch : 1;
   for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
     const Strand strand = branch.strand(head, segment, problem.tokens);
-    const StrandRows queries = strand_rows(strand, range);
+    const QueryRun queries = query_run(strand, range);
+    const std::int64_t queries_end = queries.begin + queries.count;
     const auto is_own = [&](std::int64_t first, std::int64_t last) {  // rows of the strand
       const RowRange span{strand.start + first * strand.stride, (last - first) * strand.stride + 1};
       return rows_in(common_rows(owned, {&span, 1})) == span.count;
     };
-    for (std::int64_t block_row = queries.begin / size; block_row * size < queries.end; ++block_row) {
+    for (std::int64_t block_row = queries.begin / size; block_row * size < queries_end; ++block_row) {
       const std::int64_t first = std::max(block_row * size, queries.begin),
-                         last = std::min((block_row + 1) * size, queries.end) - 1;
+                         last = std::min((block_row + 1) * size, queries_end) - 1;
       bool local = true;
       for (std::int64_t entry = 0; entry < entries && local; ++entry) {
         for (const std::int64_t column : branch.mask->row(branch.mask_head(entry, head), block_row)) {
@@ -187,24 +151,6 @@ RowRanges local_rows(const Plan& plan, const BranchPlan& branch, std::span<const
 }
 
 }  // namespace
-
-std::int64_t pairs_of(std::span<const ExchangeRun> runs) {
-  std::int64_t pairs = 0;
-  for (const ExchangeRun& run : runs) pairs += run.pairs();
-  return pairs;
-}
-
-std::vector<ExchangeRun> clip_runs(std::span<const ExchangeRun> runs, std::int64_t begin, std::int64_t end) {
-  std::vector<ExchangeRun> clipped;
-  std::int64_t offset = 0;
-  for (const ExchangeRun& run : runs) {
-    const Progression part = clip({run.first, run.step, run.count}, begin, end);
-    if (part.count == 0) continue;
-    clipped.push_back({run.kv_head, run.kv_heads, part.first, part.step, part.count, offset});
-    offset += clipped.back().pairs();
-  }
-  return clipped;
-}
 
 ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(std::move(shards)), rank_(rank) {
   const Problem& problem = plan.problem();

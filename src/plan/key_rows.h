@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "longspan/attention.h"
+#include "plan/strands.h"
 
 namespace longspan {
 
@@ -34,14 +35,12 @@ class KeyRows {
     const std::int64_t position = strand.start + index * strand.stride;
     if (pieces_.empty()) return make(k_, v_, entry, kv_head, position, strand.stride, limit);
     for (const KeyPiece& piece : pieces_) {
-      const std::int64_t distance = position - piece.first;
-      if (distance < 0 || distance % piece.step != 0 || distance / piece.step >= piece.k.rows()) continue;
+      const std::int64_t row = strands::piece_row(piece.first, piece.step, piece.k.rows(), position);
       const std::int64_t head = kv_head - piece.kv_head;
-      if (head < 0 || head >= piece.k.heads()) continue;
-      const std::int64_t row = distance / piece.step;
+      if (row < 0 || head < 0 || head >= piece.k.heads()) continue;
       const bool regular = strand.stride % piece.step == 0;
       const std::int64_t row_step = regular ? strand.stride / piece.step : 0;
-      const std::int64_t rows_left = regular ? (piece.k.rows() - row + row_step - 1) / row_step : 1;
+      const std::int64_t rows_left = regular ? strands::ceil_divide(piece.k.rows() - row, row_step) : 1;
       RowRun run = make(piece.k, piece.v, entry, head, row, row_step, std::min(limit, rows_left));
       if (piece.dk.given()) {
         const std::int64_t element = size_of(piece.dk.dtype);

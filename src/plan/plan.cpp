@@ -1,4 +1,4 @@
-// Strand arithmetic, and compiling a pattern for a problem.
+// Compiling a pattern for a problem, and what a plan costs.
 #include "longspan/plan.h"
 
 #include <fmt/format.h>
@@ -7,11 +7,12 @@
 #include <cmath>
 
 #include "longspan/error.h"
+#include "plan/branch.h"
 
 namespace longspan {
 namespace {
 
-constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
+using strands::ceil_divide;
 
 /// Pairs inside one strand of `count` rows, as the mask and causality leave them.
 double strand_pairs(std::int64_t count, bool causal, const std::optional<BlockMask>& mask, std::int64_t head) {
@@ -32,7 +33,7 @@ double strand_pairs(std::int64_t count, bool causal, const std::optional<BlockMa
 }
 
 void check_mask(const BlockMask& mask, std::size_t branch, std::int64_t rows, const Problem& problem) {
-  const std::int64_t needed = ceil_divide(rows, mask.block_size());
+  const std::int64_t needed = ceil_divide<std::int64_t>(rows, mask.block_size());
   if (mask.blocks() != needed) {
     throw InvalidArgument("mask",
                           fmt::format("the block mask of branch {} has {} block rows: strands of up to {} rows in "
@@ -61,24 +62,24 @@ void check_problem(const Problem& problem) {
   if (problem.head_dim < 1) reject("head_dim", problem.head_dim, "give at least 1");
 }
 
-std::int64_t longest_strand(const Branch& branch, std::int64_t tokens) {
-  return ceil_divide(std::min(branch.segment, tokens), branch.dilation);
-}
-
 }  // namespace
 
-std::int64_t BranchPlan::segments(std::int64_t length) const { return length > 0 ? ceil_divide(length, segment) : 0; }
+bool BranchPlan::owns(std::int64_t head) const { return branch_of(*this).owns(head); }
+std::int64_t BranchPlan::phase(std::int64_t head) const { return branch_of(*this).phase(head); }
+bool BranchPlan::active(std::int64_t length) const { return branch_of(*this).active(length); }
+std::int64_t BranchPlan::segments(std::int64_t length) const { return branch_of(*this).segments(length); }
+std::int64_t BranchPlan::longest_strand(std::int64_t length) const { return branch_of(*this).longest_strand(length); }
+bool BranchPlan::covers(std::int64_t head, std::int64_t position) const {
+  return branch_of(*this).covers(head, position);
+}
 
 Strand BranchPlan::strand(std::int64_t head, std::int64_t index, std::int64_t length) const {
-  const std::int64_t begin = index * segment;
-  const std::int64_t rows = std::min(segment, length - begin);
-  const std::int64_t offset = phase(head);
-  return {begin + offset, dilation, offset < rows ? ceil_divide(rows - offset, dilation) : 0};
+  const auto strand = branch_of(*this).strand(head, index, length);
+  return {strand.start, strand.stride, strand.count};
 }
 
 std::int64_t BranchPlan::padding(const Strand& strand, std::int64_t length, bool causal) const {
-  if (!pad_keys || causal) return 0;
-  return ceil_divide(std::min(segment, length), dilation) - strand.count;
+  return branch_of(*this).padding(strand.count, length, causal);
 }
 
 Plan::Plan(Pattern pattern, Options options, Problem problem)
@@ -108,7 +109,8 @@ Plan::Plan(Pattern pattern, Options options, Problem problem)
     branch.head_count = by_groups ? heads / groups + (i < heads % groups ? 1 : 0) : heads;
     head_begin += branch.head_count;
     if (by_groups) branch.fixed_phase = i % source.dilation;
-    else if (pattern_.phase_rule() == PhaseRule::torchscale) branch.phase_divisor = ceil_divide(heads, source.dilation);
+    else if (pattern_.phase_rule() == PhaseRule::torchscale)
+      branch.heads_per_phase = ceil_divide(heads, source.dilation);
     branch.skip_if_longer = pattern_.long_segments() == LongSegments::skip && source.segment != kWholeSequence;
     branch.pad_keys = pattern_.pad_keys();
     branches_.push_back(std::move(branch));
@@ -126,19 +128,19 @@ void Plan::make_mask(std::size_t index, const BlockPattern& blocks) {
                             index, source.segment, source.dilation));
   }
   branch.adaptive_density = blocks.adaptive_density();
-  const std::int64_t rows = longest_strand(source, problem_.tokens);
+  const std::int64_t rows = branch.longest_strand(problem_.tokens);
   BlockMask mask = blocks.mask(rows, problem_.heads, options_.causal);
   check_mask(mask, index, rows, problem_);
-  branch.mask_entry_heads = mask.heads() > problem_.heads ? problem_.heads : 0;
+  branch.mask_entry_stride = mask.heads() > problem_.heads ? problem_.heads : 0;
   branch.mask = std::move(mask);
 }
 
 Plan Plan::with_mask(std::size_t index, BlockMask mask) const {
   check_branch(index);
-  check_mask(mask, index, longest_strand(pattern_.branches()[index], problem_.tokens), problem_);
+  check_mask(mask, index, branches_[index].longest_strand(problem_.tokens), problem_);
   Plan plan = *this;
   BranchPlan& branch = plan.branches_[index];
-  branch.mask_entry_heads = mask.heads() > problem_.heads ? problem_.heads : 0;
+  branch.mask_entry_stride = mask.heads() > problem_.heads ? problem_.heads : 0;
   branch.adaptive_density = 0;
   branch.mask = std::move(mask);
   return plan;
@@ -156,7 +158,7 @@ double Plan::pairs(std::size_t index) const {
   if (length == 0 || !branch.active(length)) return 0;
   const std::int64_t segments = branch.segments(length);
   double total = 0;
-  const bool entries_differ = branch.mask_entry_heads > 0;
+  const bool entries_differ = branch.mask_entry_stride > 0;
   for (std::int64_t entry = 0; entry < (entries_differ ? problem_.batch : 1); ++entry) {
     for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
       const auto of = [&](std::int64_t segment) {
@@ -202,9 +204,9 @@ double Plan::items(std::int64_t query_tile) const {
   const std::int64_t length = problem_.tokens;
   for (const BranchPlan& branch : branches_) {
     if (length == 0 || !branch.active(length)) continue;
-    const std::int64_t longest = ceil_divide(std::min(branch.segment, length), branch.dilation);
     total += static_cast<double>(problem_.batch) * static_cast<double>(branch.head_count) *
-             static_cast<double>(branch.segments(length)) * static_cast<double>(ceil_divide(longest, query_tile));
+             static_cast<double>(branch.segments(length)) *
+             static_cast<double>(ceil_divide(branch.longest_strand(length), query_tile));
   }
   return total;
 }
@@ -220,8 +222,7 @@ std::string Plan::to_string() const {
     text += fmt::format(
         "branch {}: heads {}..{}, {} segments of {}, dilation {}, strands of up to {} rows{}{}, {:.4g} pairs\n", i,
         branch.head_begin, branch.head_begin + branch.head_count - 1, active ? branch.segments(p.tokens) : 0,
-        std::min(branch.segment, p.tokens), branch.dilation,
-        ceil_divide(std::min(branch.segment, p.tokens), branch.dilation),
+        std::min(branch.segment, p.tokens), branch.dilation, branch.longest_strand(p.tokens),
         branch.adaptive_density > 0 ? fmt::format(", adaptive blocks of density {:.3g}", branch.adaptive_density)
         : branch.mask               ? fmt::format(", block mask of density {:.3g}", branch.mask->density())
                                     : "",

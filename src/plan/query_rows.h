@@ -1,30 +1,11 @@
-// Which rows of q lie in a strand: positions of the strand intersected with the query ranges.
+// Which positions the rows of q have.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
 #include <span>
 
-#include "longspan/attention.h"
+#include "plan/branch.h"
 
 namespace longspan {
-
-/// Rows [begin, begin + count) of a strand are rows q_row, q_row + stride, ... of q.
-struct QueryRun {
-  std::int64_t begin = 0;
-  std::int64_t count = 0;
-  std::int64_t q_row = 0;
-};
-
-/// The part of a strand that lies in one range whose first row is row `q_first` of q.
-inline QueryRun query_run(const Strand& strand, const RowRange& range, std::int64_t q_first) {
-  const std::int64_t low = std::max<std::int64_t>(range.start - strand.start, 0);
-  const std::int64_t high = range.start + range.count - strand.start;  // exclusive
-  const std::int64_t begin = (low + strand.stride - 1) / strand.stride;
-  const std::int64_t end = high <= 0 ? 0 : std::min(strand.count, (high + strand.stride - 1) / strand.stride);
-  if (begin >= end) return {};
-  return {begin, end - begin, q_first + strand.start + begin * strand.stride - range.start};
-}
 
 /// Walks over the positions of q's rows in order.
 class PositionCursor {

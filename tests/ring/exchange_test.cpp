@@ -6,6 +6,7 @@
 
 #include "longspan/error.h"
 #include "longspan/exchange.h"
+#include "plan/exchange_runs.h"
 #include "plan/row_set.h"
 
 namespace longspan {

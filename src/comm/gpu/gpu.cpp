@@ -12,6 +12,7 @@
 #include "comm/gpu/gpu_rows.h"
 #include "device/device_pool.h"
 #include "device/error.h"
+#include "plan/exchange_runs.h"
 
 namespace longspan::gpu {
 namespace {

@@ -32,7 +32,7 @@ HeadSet shared_heads(const Plan& plan, const BranchPlan& branch, std::int64_t he
   const std::int64_t group = group_size(plan);
   const std::int64_t begin = std::max(head / group * group, branch.head_begin);
   const std::int64_t end = std::min((head / group + 1) * group, branch.head_begin + branch.head_count);
-  const bool interleaved = branch.fixed_phase < 0 && branch.phase_divisor == 0;
+  const bool interleaved = !branch.fixed_phase && !branch.heads_per_phase;
   const std::int64_t step = interleaved ? branch.dilation : 1;
   std::int64_t before = 0;
   for (std::int64_t other = head - step; other >= begin && branch.phase(other) == branch.phase(head); other -= step)

@@ -8,19 +8,14 @@
 #include <vector>
 
 #include "kernels/kernel.h"
+#include "longspan/machine.h"
 
 namespace longspan::cuda {
 
 /// Fastest first; whether this machine has a GPU for them is for can_run to say.
 std::span<const Kernel* const> kernels();
 
-struct DeviceFacts {
-  std::string name;
-  int compute = 0;  // 90 for compute capability 9.0
-  int multiprocessors = 0;
-  int shared_bytes = 0;  // most that one block may use
-  std::size_t memory_bytes = 0;
-};
+using DeviceFacts = GpuFacts;
 
 /// The GPUs of this machine; empty where there is none, or no driver, and why_none then says so.
 const std::vector<DeviceFacts>& devices();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device/error.h"
+#include "pattern/kept_beside_mask.h"
 
 namespace longspan::cuda {
 namespace {
@@ -196,7 +197,7 @@ std::int64_t longest_list(std::int64_t entries, std::int64_t lists, int block_si
 
 bool has_long_columns(const BlockMask& mask) {
   constexpr std::uint64_t kKey = ~std::uint64_t{0};
-  const auto found = mask.kept(kKey, [](const BlockMask& of) -> std::shared_ptr<const void> {
+  const auto found = KeptBesideMask::get(mask, kKey, [](const BlockMask& of) -> std::shared_ptr<const void> {
     std::size_t longest = 0;
     for (std::int64_t head = 0; head < of.heads(); ++head) {
       for (std::int64_t block = 0; block < of.blocks(); ++block)
@@ -215,7 +216,7 @@ BlockLists lists_of(const BlockMask& mask, const ListShape& shape, int device, b
                             static_cast<std::uint64_t>(shape.tile_rows) << 3 |
                             static_cast<std::uint64_t>(shape.by_keys) << 2 |
                             static_cast<std::uint64_t>(shape.splits) << 1 | static_cast<std::uint64_t>(shape.causal);
-  const auto kept = mask.kept(key, [&](const BlockMask& of) { return upload(of, shape, device); });
+  const auto kept = KeptBesideMask::get(mask, key, [&](const BlockMask& of) { return upload(of, shape, device); });
   if (captured) {
     static std::mutex mutex;
     static auto* const forever = new std::vector<std::shared_ptr<const void>>;

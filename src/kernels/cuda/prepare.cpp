@@ -12,6 +12,7 @@
 #include "kernels/cuda/counters.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/mask_lists.h"
+#include "plan/branch.h"
 
 namespace longspan::cuda {
 namespace {
@@ -116,9 +117,9 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
   launch.aligned = problem.alignment >= 16;
   launch.fill = !covers_everything(plan) || problem.has_lengths;
   for (const BranchPlan& branch : plan.branches()) {
-    launch.branches[launch.branch_count++] = {
-        clamp(branch.segment),     clamp(branch.dilation),      clamp(branch.head_begin), clamp(branch.head_count),
-        clamp(branch.fixed_phase), clamp(branch.phase_divisor), branch.skip_if_longer,    branch.pad_keys};
+    const auto b = branch_of<int>(branch);
+    launch.branches[launch.branch_count++] = {b.segment,     b.dilation,      b.head_begin,     b.head_count,
+                                              b.fixed_phase, b.phase_divisor, b.skip_if_longer, b.pad_keys};
   }
   return launch;
 }
@@ -278,8 +279,8 @@ void add_lists(Launch& launch, const Arguments& a, const Workspace& space, Tilin
       continue;
     }
     launch.lists[b] = lists_of(*branch.mask, shape, device, capture != cudaStreamCaptureStatusNone);
-    if (branch.mask_entry_heads > 0)
-      launch.lists[b].entry_places = clamp(branch.mask_entry_heads) * launch.lists[b].head_places;
+    if (branch.mask_entry_stride > 0)
+      launch.lists[b].entry_places = clamp(branch.mask_entry_stride) * launch.lists[b].head_places;
   }
 }
 

@@ -21,26 +21,10 @@
 //  - lse is never stored in 16 bits; kernels may compute exp to u_s / 16 there (far below the rounding of P).
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "kernels/kernel.h"
+#include "longspan/reference.h"
 
 namespace longspan::reference {
-
-/// Values in the order (entry, row, head, column).
-struct ExpectedTensor {
-  std::vector<double> value;
-  std::vector<double> magnitude;  // sum of absolute values of the terms
-  std::vector<double> rounded;    // P or dS, and the result, rounded to the storage type; empty for float32 and float64
-  double relative = 0;            // allowed error over magnitude
-  double relative32 = 0;          // the part of it that float32 arithmetic alone may cause
-  double absolute = 0;            // allowed besides: where the storage type runs out of exponents
-};
-
-struct Expectation {
-  ExpectedTensor out, lse, dq, dk, dv;
-};
 
 /// Only plan, call, ranges, q, k, v (and dout) of the arguments are read. With `gradients` false only out and lse.
 Expectation expect(const BackwardArguments& arguments, bool gradients = true);
@@ -50,15 +34,5 @@ Expectation expect_queries(const BackwardArguments& arguments);
 /// Rows `positions` of dk and dv alone, from lse and out as the arguments give them. The query ranges must hold every
 /// row that attends to these positions.
 Expectation expect_keys(const BackwardArguments& arguments, std::span<const std::int64_t> positions);
-
-struct Comparison {
-  double largest_error = 0;
-  double over_tolerance = 0;  // largest error / allowed error: good up to 1
-  double rms_over_model = 0;  // root mean square error / the rounded model's: good up to 2; 0 if not compared
-  std::string worst;          // where and what, for people
-  bool ok() const { return over_tolerance <= 1 && rms_over_model <= 2; }
-};
-
-Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected);
 
 }  // namespace longspan::reference

@@ -1,5 +1,7 @@
 // The CPU engine beyond agreement with the reference: bits that depend on nothing but a row's own keys, tasks that wait
 // for each other, memory bounds, and kernels that only run bfloat16.
+#include <array>
+#include <cmath>
 #include <cstring>
 
 #include "kernels/cpu/cpu_kernels.h"
@@ -172,6 +174,105 @@ TEST_P(CpuEngine, NaNAndInfinityStayInTheirStrand) {
 
 INSTANTIATE_TEST_SUITE_P(Storage, CpuEngine, ::testing::Values(DType::f32, DType::bf16, DType::f16),
                          [](const auto& parameter) { return std::string(name_of(parameter.param)); });
+
+/// Norm of got - want over norm of want.
+double relative_error(const Tensor& got, const Tensor& want) {
+  double difference = 0, size = 0;
+  want.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+    const double expected = want.at(b, row, head, d), error = got.at(b, row, head, d) - expected;
+    difference += error * error;
+    size += expected * expected;
+  });
+  return std::sqrt(difference / size);
+}
+
+/// One head of two columns. Terms do not cancel: v grows with k, and q, v and dout have means apart from 0.
+Case long_sums(std::int64_t tokens, std::vector<RowRange> ranges) {
+  Case c(Pattern::dense(), {}, {1, tokens, 1, 1, 2}, DType::f32, Layout::bnhd, std::move(ranges), 0.8);
+  const auto change = [&](Tensor& tensor, double mean, double of_k) {
+    tensor.for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+      const double key = of_k == 0 ? 0 : of_k * c.k.at(b, row, head, d);
+      tensor.set(b, row, head, d, tensor.at(b, row, head, d) + mean + key);
+    });
+  };
+  change(c.q, 1, 0);
+  change(c.dout, 1, 0);
+  change(c.v, 1, 1);
+  return c;
+}
+
+/// The results of such a case in float64.
+Results expected_sums(const Case& c) {
+  constexpr int kColumns = 2;
+  const std::int64_t tokens = c.shape.tokens;
+  const double scale = 1 / std::sqrt(static_cast<double>(kColumns));
+  using Row = std::array<double, kColumns>;
+  const auto rows_of = [&](const Tensor& tensor, std::int64_t count) {
+    std::vector<Row> rows(static_cast<std::size_t>(count));
+    for (std::int64_t row = 0; row < count; ++row)
+      rows[static_cast<std::size_t>(row)] = {tensor.at(0, row, 0, 0), tensor.at(0, row, 0, 1)};
+    return rows;
+  };
+  const auto q = rows_of(c.q, c.rows), dout = rows_of(c.dout, c.rows), k = rows_of(c.k, tokens),
+             v = rows_of(c.v, tokens);
+  const auto dot = [](const Row& a, const Row& b) { return a[0] * b[0] + a[1] * b[1]; };
+  std::vector<Row> out(q.size()), dq(q.size()), dk(k.size()), dv(k.size());
+  std::vector<double> weights(k.size()), dweights(k.size());
+  const auto add = [](Row& sum, double factor, const Row& row) {
+    for (std::size_t d = 0; d < kColumns; ++d) sum[d] += factor * row[d];
+  };
+  Results r;
+  r.lse = Tensor::lse(DType::f32, 1, c.rows, 1);
+  for (std::size_t row = 0; row < q.size(); ++row) {
+    double sum = 0, delta = 0;
+    for (std::size_t key = 0; key < k.size(); ++key) {
+      sum += weights[key] = std::exp(scale * dot(q[row], k[key]));
+      delta += weights[key] * (dweights[key] = dot(dout[row], v[key]));
+    }
+    for (std::size_t key = 0; key < k.size(); ++key) {
+      const double weight = weights[key] / sum, dscore = scale * weight * (dweights[key] - delta / sum);
+      add(out[row], weight, v[key]);
+      add(dq[row], dscore, k[key]);
+      add(dk[key], dscore, q[row]);
+      add(dv[key], weight, dout[row]);
+    }
+    r.lse.set(0, static_cast<std::int64_t>(row), 0, 0, std::log(sum));
+  }
+  const auto tensor_of = [](const std::vector<Row>& rows) {
+    const std::int64_t count = static_cast<std::int64_t>(rows.size());
+    Tensor tensor(DType::f64, 1, count, 1, kColumns);
+    for (std::int64_t row = 0; row < count; ++row)
+      for (std::int64_t d = 0; d < kColumns; ++d)
+        tensor.set(0, row, 0, d, rows[static_cast<std::size_t>(row)][static_cast<std::size_t>(d)]);
+    return tensor;
+  };
+  r.out = tensor_of(out);
+  r.dq = tensor_of(dq);
+  r.dk = tensor_of(dk);
+  r.dv = tensor_of(dv);
+  return r;
+}
+
+void expect_small_errors(const Case& c) {
+  const Results want = expected_sums(c);
+  std::vector<std::string> kernels = engine_kernels(DType::f32);
+  kernels.push_back("plain");
+  for (const std::string& kernel : kernels) {
+    const Results got = c.run(kernel);
+    // What is left of rounding when no float32 sum is over millions of terms.
+    EXPECT_LE(relative_error(got.out, want.out), 5e-6) << kernel;
+    EXPECT_LE(relative_error(got.lse, want.lse), 1e-6) << kernel;
+    EXPECT_LE(relative_error(got.dq, want.dq), 5e-6) << kernel;
+    EXPECT_LE(relative_error(got.dk, want.dk), 5e-6) << kernel;
+    EXPECT_LE(relative_error(got.dv, want.dv), 5e-6) << kernel;
+  }
+}
+
+TEST(LongStrands, RowsOverMillionsOfKeysKeepTheirPrecision) { expect_small_errors(long_sums(4 << 20, {{17, 2}})); }
+
+TEST(LongStrands, KeysUnderAMillionQueriesKeepTheirPrecision) {
+  expect_small_errors(long_sums(32, std::vector<RowRange>(1 << 15, RowRange{0, 32})));
+}
 
 // A forward takes lse and at most 8 MiB per thread; a backward one accumulator per gradient and 16 MiB per thread.
 TEST(CpuEngineMemory, StaysWithinItsBounds) {

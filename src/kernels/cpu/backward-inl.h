@@ -108,6 +108,7 @@ struct BackwardMemory {
   float *q, *dout, *q_pairs, *dout_pairs, *lse, *delta, *dq;           // of a query tile
   float *weights, *dscores, *dscore_rows, *score_tile, *dweight_tile;  // of a query tile and a key tile
   float *bias, *keep, *scratch;
+  float *closed_dk, *closed_dv;  // of query rows before those that dk and dv are over
   std::int64_t* limits;
 
   BackwardMemory(Carver& carver, const Scheme& scheme, std::int64_t key_count) {
@@ -138,6 +139,8 @@ struct BackwardMemory {
     bias = carver.take<float>(Scheme::kRows * Scheme::kKeyTile);
     keep = carver.take<float>(Scheme::kRows * Scheme::kKeyTile);
     scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.columns, Scheme::kQueryTile / 2 * columns));
+    closed_dk = carver.take<float>(keys * columns);
+    closed_dv = carver.take<float>(keys * columns);
   }
 };
 
@@ -173,6 +176,7 @@ class BackwardRun {
     }
     if (task_.tickets && one_ticket) pass_on(task_.tickets[0]);
     Scheme::end();
+    if (closed_) join_key_sums<true>();
     write_keys();
     if (shared_.streams) hwy::FlushStream();
   }
@@ -329,6 +333,23 @@ class BackwardRun {
       loaded = true;
     }
     if (loaded || !adds()) write_queries(tile, count);
+    if (loaded && (rows_summed_ += count) >= kTermsPerSum) join_key_sums<false>();
+  }
+  /// Adds dk and dv of the last rows to the closed sums and begins new ones, or (kLast) leaves all together in dk, dv.
+  template <bool kLast>
+  HWY_NOINLINE void join_key_sums() {
+    const auto join = [&](float* open, float* closed) HWY_ATTR {
+      for (std::int64_t i = 0, end = round_up(keys(), kKeyTile) * scheme_.columns; i < end; i += kLanes) {
+        V sum = load(open + i);
+        if (closed_) sum = hn::Add(load(closed + i), sum);
+        store(sum, (kLast ? open : closed) + i);
+        if (!kLast) store(hn::Zero(kFloat), open + i);
+      }
+    };
+    join(m_.dk, m_.closed_dk);
+    join(m_.dv, m_.closed_dv);
+    closed_ = true;
+    rows_summed_ = 0;
   }
   /// Whether dq is added to; otherwise this task is the first to write it, and writes all of it.
   bool adds() const { return shared_.add_queries || task_.block > 0; }
@@ -507,8 +528,10 @@ class BackwardRun {
   const float dweight_factor_;
   VirtualRows rows_;
   std::int64_t q_begin_ = 0;
-  std::int64_t next_keys_ = 0;  // of the next strand, fetched so far
-  std::int64_t following_ = 0;  // end of the rows that may be fetched ahead, counted as those of rows_
+  std::int64_t next_keys_ = 0;    // of the next strand, fetched so far
+  std::int64_t rows_summed_ = 0;  // in dk and dv, apart from closed sums
+  bool closed_ = false;           // whether there are closed sums
+  std::int64_t following_ = 0;    // end of the rows that may be fetched ahead, counted as those of rows_
 };
 
 template <class Scheme>

@@ -17,6 +17,9 @@
 namespace longspan::cpu {
 
 inline constexpr std::int64_t kMaxHeadDim = 256;
+/// The error of a float32 sum grows with the number of its terms. So sums over keys (forward) and over query rows (dk
+/// and dv) close after this many, and closed sums are added up apart.
+inline constexpr std::int64_t kTermsPerSum = 8192;
 
 /// Heads first, first + step, ... that share one strand.
 struct HeadSet {

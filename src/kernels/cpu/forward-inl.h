@@ -85,6 +85,7 @@ template <class Scheme>
 struct ForwardMemory {
   const std::byte **k_rows, **v_rows;
   float *q, *out, *largest, *sums, *k_panels, *values, *scores, *scratch, *corrections, *bases;
+  float *closed_out, *closed_largest, *closed_sums;  // of keys before those that out and sums are over
   float *bias, *keep, *excluded;
   std::int64_t* limits;
 
@@ -106,6 +107,9 @@ struct ForwardMemory {
     bias = carver.take<float>(block);
     keep = carver.take<float>(Scheme::kGroup * block);
     excluded = carver.take<float>(window);
+    closed_out = carver.take<float>(padded * scheme.columns);
+    closed_largest = carver.take<float>(padded);
+    closed_sums = carver.take<float>(padded * kLanes);
   }
 };
 
@@ -140,6 +144,10 @@ class ForwardRun {
       const std::int64_t keys = std::min(window_, key_end - first);
       policy_.begin_keys(first, keys, m_.excluded);
       if (policy_.first_open(first, first + keys) == first + keys) continue;
+      if (first >= sums_begin_ + kTermsPerSum) {
+        join_sums<false>();
+        sums_begin_ = first / kTermsPerSum * kTermsPerSum;
+      }
       point_to_rows(shared_, task_, first, keys, window_, m_.k_rows, m_.v_rows);
       scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, keys, m_.scratch);
       scheme_.pack_values(m_.values, m_.v_rows, round_up(keys, Scheme::kKeyMultiple));
@@ -156,6 +164,7 @@ class ForwardRun {
       });
     }
     Scheme::end();
+    if (closed_) join_sums<true>();
     for_each_span([&](const Span& span) { finish_rows(span); });
     if (shared_.streams) hwy::FlushStream();
   }
@@ -389,6 +398,32 @@ class ForwardRun {
     }
   }
 
+  /// Adds the sums over keys from sums_begin_ on to the closed ones and begins new ones, or (kLast) leaves all together
+  /// in out and sums. A row that saw none of these keys keeps its closed sums, to the bit.
+  template <bool kLast>
+  HWY_NOINLINE void join_sums() {
+    const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
+    const std::int64_t padded = round_up(slots(), Scheme::kGroup);
+    for (std::int64_t slot = 0; slot < padded; ++slot) {
+      const bool seen = m_.limits[slot] > sums_begin_;
+      if (m_.limits[slot] == 0 || (!seen && !kLast)) continue;
+      const float before = m_.closed_largest[slot], largest = m_.largest[slot];
+      const V correction = broadcast(closed_ && largest > before ? exp2_scalar((before - largest) * factor) : 1.0f);
+      const auto join = [&](float* open, float* closed, std::int64_t count) HWY_ATTR {
+        for (std::int64_t i = 0; i < count; i += kLanes) {
+          V sum = load(open + i);
+          if (closed_) sum = seen ? hn::MulAdd(load(closed + i), correction, sum) : load(closed + i);
+          store(sum, (kLast ? open : closed) + i);
+          if (!kLast) store(hn::Zero(kFloat), open + i);
+        }
+      };
+      join(m_.out + slot * scheme_.columns, m_.closed_out + slot * scheme_.columns, scheme_.columns);
+      join(m_.sums + slot * kLanes, m_.closed_sums + slot * kLanes, kLanes);
+      m_.closed_largest[slot] = largest;
+    }
+    closed_ = true;
+  }
+
   /// Denominators and their logarithms a vector at a time, and rows to write fetched one vector ahead.
   void finish_rows(const Span& span) {
     const auto out_of = places<std::byte>(shared_.out);
@@ -472,7 +507,9 @@ class ForwardRun {
   Carver carver_;
   const ForwardMemory<Scheme> m_;
   Policy policy_;
-  std::int64_t next_rows_ = 0;  // of the next strand, fetched so far
+  std::int64_t next_rows_ = 0;   // of the next strand, fetched so far
+  std::int64_t sums_begin_ = 0;  // first key that out and sums are over
+  bool closed_ = false;          // whether there are closed sums
 };
 
 template <class Scheme>

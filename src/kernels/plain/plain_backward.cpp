@@ -35,21 +35,22 @@ class Backward {
     if (!problem.has_piece_gradients)
       return for_each_key_block(problem.tokens, problem.kv_heads, control,
                                 [&](std::int64_t entry, std::int64_t kv_head, std::int64_t key) {
-                                  FloatRow dk{}, dv{};
+                                  LongSum dk(columns), dv(columns);
                                   key_gradient(entry, kv_head, key, dk, dv);
-                                  store(a.dk.template at<Storage>(entry, key, kv_head), dk.data(), 1.0f, columns);
-                                  store(a.dv.template at<Storage>(entry, key, kv_head), dv.data(), 1.0f, columns);
+                                  store(a.dk.template at<Storage>(entry, key, kv_head), dk.total(), 1.0f, columns);
+                                  store(a.dv.template at<Storage>(entry, key, kv_head), dv.total(), 1.0f, columns);
                                 });
     for (const KeyPiece& piece : a.call.pieces) {
       for_each_key_block(piece.k.rows(), piece.k.heads(), control,
                          [&](std::int64_t entry, std::int64_t head, std::int64_t row) {
-                           FloatRow dk{}, dv{};
+                           LongSum dk(columns), dv(columns);
                            key_gradient(entry, piece.kv_head + head, piece.first + row * piece.step, dk, dv);
-                           for (const auto& [view, sums] :
-                                {std::pair<const TensorView&, const FloatRow&>{piece.dk, dk}, {piece.dv, dv}}) {
+                           const auto add = [&](const TensorView& view, LongSum& sums) {
                              add_scaled<float>(view.template at<float>(entry, row, head), 1.0f,
-                                               reinterpret_cast<const std::byte*>(sums.data()), columns);
-                           }
+                                               reinterpret_cast<const std::byte*>(sums.total()), columns);
+                           };
+                           add(piece.dk, dk);
+                           add(piece.dv, dv);
                          });
     }
   }
@@ -90,7 +91,8 @@ class Backward {
   }
 
   void query_gradient(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t position) {
-    FloatRow q, dout, dq{};
+    FloatRow q, dout;
+    LongSum dq(columns);
     load<Storage>(q.data(), bytes(a.q, entry, row, head), columns);
     load<Storage>(dout.data(), bytes(a.dout, entry, row, head), columns);
     float* const own_deltas = deltas(entry, head, row);
@@ -116,13 +118,13 @@ class Backward {
             const float dweight = output_scale * dot<Storage>(dout.data(), value_row, columns);
             const float dscore = probability * (rows.factor(found, entry, head, position, index) * dweight -
                                                 own_deltas[per_row_ == 1 ? 0 : b] + dlse);
-            add_scaled<Storage>(dq.data(), rows.scale * dscore, key_row, columns);
+            dq.add<Storage>(rows.scale * dscore, key_row);
           });
     }
-    store(a.dq.template at<Storage>(entry, row, head), dq.data(), 1.0f, columns);
+    store(a.dq.template at<Storage>(entry, row, head), dq.total(), 1.0f, columns);
   }
 
-  void key_gradient(std::int64_t entry, std::int64_t kv_head, std::int64_t key, FloatRow& dk, FloatRow& dv) {
+  void key_gradient(std::int64_t entry, std::int64_t kv_head, std::int64_t key, LongSum& dk, LongSum& dv) {
     FloatRow key_row, value_row;
     const std::int64_t group = problem.heads / problem.kv_heads;
     bool loaded = false;
@@ -154,8 +156,8 @@ class Backward {
 
   /// Adds what one query, row `index` of the key's strand, contributes to the key's gradients.
   void add_query(std::int64_t entry, std::int64_t head, std::int64_t row, std::int64_t index, std::int64_t key,
-                 const RowInBranch& of_key, const FloatRow& key_row, const FloatRow& value_row, FloatRow& dk,
-                 FloatRow& dv) {
+                 const RowInBranch& of_key, const FloatRow& key_row, const FloatRow& value_row, LongSum& dk,
+                 LongSum& dv) {
     if (of_key.branch->mask) {
       const std::int64_t size = of_key.branch->mask->block_size();
       if (!of_key.branch->mask->active(of_key.branch->mask_head(entry, head), index / size, of_key.own_index / size))
@@ -172,8 +174,8 @@ class Backward {
     const float dweight = output_scale * dot<Storage>(value_row.data(), dout, columns);
     const float dlse = a.call.dlse.given() ? *a.call.dlse.at<float>(entry, row, head) : 0.0f;
     const float dscore = probability * (factor * dweight - delta(entry, head, row, of_key.branch_index) + dlse);
-    add_scaled<Storage>(dk.data(), rows.scale * dscore, q, columns);
-    add_scaled<Storage>(dv.data(), probability * factor * output_scale, dout, columns);
+    dk.add<Storage>(rows.scale * dscore, q);
+    dv.add<Storage>(probability * factor * output_scale, dout);
   }
 
   const BackwardArguments& a;

@@ -20,6 +20,9 @@ inline constexpr std::int64_t kMaxHeadDim = 256;
 inline constexpr std::int64_t kKeyTile = 64;
 inline constexpr std::int64_t kLanes = 16;  // independent sums, so that the compiler may vectorise without reordering
 
+/// The error of a float32 sum grows with the number of its terms, so sums close after this many.
+inline constexpr std::int64_t kTermsPerSum = 2048;
+
 using FloatRow = std::array<float, kMaxHeadDim>;
 
 template <class Storage>
@@ -53,6 +56,38 @@ void add_scaled(float* target, float factor, const std::byte* source, std::int64
   const Storage* const typed = reinterpret_cast<const Storage*>(source);
   for (std::int64_t column = 0; column < columns; ++column) target[column] += factor * to_float(typed[column]);
 }
+
+/// A row of sums over many terms.
+class LongSum {
+ public:
+  explicit LongSum(std::int64_t columns) : columns_(columns) { clear(open_); }
+
+  template <class Storage>
+  void add(float factor, const std::byte* source) {
+    if (terms_ == kTermsPerSum) close();
+    add_scaled<Storage>(open_.data(), factor, source, columns_);
+    ++terms_;
+  }
+  const float* total() {
+    if (any_closed_) close();
+    return any_closed_ ? closed_.data() : open_.data();
+  }
+
+ private:
+  void clear(FloatRow& row) { std::fill_n(row.begin(), columns_, 0.0f); }
+  void close() {
+    if (!any_closed_) clear(closed_);
+    any_closed_ = true;
+    add_scaled<float>(closed_.data(), 1.0f, reinterpret_cast<const std::byte*>(open_.data()), columns_);
+    clear(open_);
+    terms_ = 0;
+  }
+
+  FloatRow open_, closed_;
+  const std::int64_t columns_;
+  std::int64_t terms_ = 0;
+  bool any_closed_ = false;
+};
 
 /// A query row's strand in one branch, and what narrows its keys.
 struct RowInBranch {
@@ -147,14 +182,15 @@ class Rows {
 /// Streaming softmax: out is not divided by sum until the end.
 struct SoftmaxState {
   float largest = -std::numeric_limits<float>::infinity();
-  float sum = 0;
-  FloatRow out{};
+  float sum = 0, closed_sum = 0;
+  FloatRow out{}, closed_out{};
 
   /// Adds all keys (and padding) of one branch.
   template <class Storage>
   void add(const Rows<Storage>& rows, const RowInBranch& row, const float* q, std::int64_t entry, std::int64_t head,
            std::int64_t position) {
     for (std::int64_t tile = 0; tile < row.end; tile += kKeyTile) {
+      if (tile > 0 && tile % kTermsPerSum == 0) close(rows.columns);
       std::array<float, kKeyTile> scores;
       std::array<const std::byte*, kKeyTile> values;
       std::array<std::int64_t, kKeyTile> indices;
@@ -180,6 +216,9 @@ struct SoftmaxState {
       raise(std::max(largest, 0.0f), rows.columns);
       sum += static_cast<float>(row.padding) * std::exp(-base());
     }
+    close(rows.columns);
+    std::swap(sum, closed_sum);
+    std::swap(out, closed_out);
   }
 
   float lse() const { return sum == 0 ? -std::numeric_limits<float>::infinity() : base() + std::log(sum); }
@@ -194,9 +233,18 @@ struct SoftmaxState {
     const float correction = std::exp(largest - to);
     largest = to;
     // Nothing summed yet: there is nothing to correct, and 0 * NaN must not appear from nowhere.
-    if (sum == 0) return;
+    if (sum != 0) correct(sum, out, correction, columns);
+    if (closed_sum != 0) correct(closed_sum, closed_out, correction, columns);
+  }
+  static void correct(float& sum, FloatRow& out, float correction, std::int64_t columns) {
     sum *= correction;
     for (std::int64_t column = 0; column < columns; ++column) out[static_cast<std::size_t>(column)] *= correction;
+  }
+  void close(std::int64_t columns) {
+    closed_sum += sum;
+    add_scaled<float>(closed_out.data(), 1.0f, reinterpret_cast<const std::byte*>(out.data()), columns);
+    sum = 0;
+    out.fill(0.0f);
   }
 };
 

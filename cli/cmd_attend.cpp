@@ -1,7 +1,6 @@
 // longspan attend: attention over arrays in files.
 #include <CLI/CLI.hpp>
 #include <memory>
-#include <optional>
 
 #include "command.h"
 #include "console.h"
@@ -126,97 +125,119 @@ void check_names(const AttendCommand& command) {
                 command.json);
 }
 
+/// What the files hold, where the operator wants it. Not copied: the call points into it.
+struct Inputs {
+  Input q, k, v, key_mask, alibi;
+  Array lengths;  // stays on the host, where its values are checked
+  std::vector<RowRange> ranges;
+  Call call;
+
+  Inputs(const AttendCommand& command, const ProblemChoice& choice)
+      : q(read_rows("q", command.q, command, choice)),
+        k(read_rows("k", command.k, command, choice)),
+        v(read_rows("v", command.v, command, choice)),
+        ranges(parse_ranges(command.query_ranges)) {
+    check_shape_options(command, choice, q, k);
+    if (!command.lengths.empty()) {
+      lengths = read_extra("lengths", command.lengths, 1, {DType::i32, DType::i64});
+      call.lengths = ConstTensorView::per_batch(lengths.data, lengths.header.dtype, lengths.header.shape[0]);
+    }
+    if (!command.key_mask.empty()) {
+      key_mask.array = read_extra("key-mask", command.key_mask, 2, {DType::boolean});
+      const auto& shape = key_mask.array.header.shape;
+      key_mask.view = ConstTensorView::mask(key_mask.array.data, shape[0], shape[1]);
+    }
+    if (!command.alibi.empty()) {
+      alibi.array = read_extra("alibi-slopes", command.alibi, 1, {DType::f32});
+      alibi.view = ConstTensorView::per_head(alibi.array.data, alibi.array.header.shape[0]);
+    }
+    q.place("q", choice.device);
+    k.place("k", choice.device);
+    v.place("v", choice.device);
+    key_mask.place("key-mask", choice.device);
+    alibi.place("alibi-slopes", choice.device);
+    call.cancel = &interrupted();
+    call.dropout_seed = choice.seed;
+    call.query_ranges = ranges;
+    call.key_mask = key_mask.view;
+    call.alibi_slopes = alibi.view;
+  }
+  Inputs(const Inputs&) = delete;
+  Inputs& operator=(const Inputs&) = delete;
+};
+
+/// Where results are made, and the host's memory that they are written from: the same on a CPU. lse may be absent.
+struct Results {
+  Tensor host_out, host_lse, gpu_out, gpu_lse;
+
+  Results(const ConstTensorView& q, const ProblemChoice& choice, bool with_lse) {
+    const auto make = [&](Tensor& out, Tensor& lse, Device device) {
+      out = Tensor("out", q.dtype, choice.layout, q.batch(), q.rows(), q.heads(), q.columns(), device);
+      const DType dtype = q.dtype == DType::f64 ? DType::f64 : DType::f32;
+      if (with_lse) lse = Tensor::lse("lse", q.batch(), q.rows(), q.heads(), dtype, device);
+    };
+    make(host_out, host_lse, {});
+    if (choice.device.type == DeviceType::cuda) make(gpu_out, gpu_lse, choice.device);
+  }
+  const TensorView& out() const { return gpu_out.view().given() ? gpu_out.view() : host_out.view(); }
+  const TensorView& lse() const { return gpu_lse.view().given() ? gpu_lse.view() : host_lse.view(); }
+  void bring_home() const {
+    if (gpu_out.view().given()) host_out.copy_from(gpu_out);
+    if (gpu_lse.view().given()) host_lse.copy_from(gpu_lse);
+  }
+};
+
+/// Opens the output files and sets their space aside.
+void announce(ArrayWriter& writer, const AttendCommand& command, const Inputs& inputs, const Results& results) {
+  const std::vector<std::int64_t>& shape = inputs.q.array.header.shape;
+  writer.add(command.out, results.host_out.view().dtype, shape, results.host_out.data());
+  if (!command.lse.empty()) {
+    const ConstTensorView& q = inputs.q.view;
+    std::vector<std::int64_t> lse_shape = {q.batch(), q.heads(), q.rows()};
+    if (shape.size() == 3) lse_shape.erase(lse_shape.begin());
+    writer.add(command.lse, results.host_lse.view().dtype, lse_shape, results.host_lse.data());
+  }
+  writer.reserve();
+}
+
 int run(const AttendCommand& command) {
   check_names(command);
   const ProblemChoice choice = command.problem.resolve();
   require_device(choice.device);
-  Input q = read_rows("q", command.q, command, choice);
-  Input k = read_rows("k", command.k, command, choice);
-  Input v = read_rows("v", command.v, command, choice);
-  check_shape_options(command, choice, q, k);
-
-  Call call;
-  call.cancel = &interrupted();
-  call.dropout_seed = choice.seed;
-  const std::vector<RowRange> ranges = parse_ranges(command.query_ranges);
-  call.query_ranges = ranges;
-  Array lengths;  // stays on the host, where its values are checked
-  Input key_mask, alibi;
-  if (!command.lengths.empty()) {
-    lengths = read_extra("lengths", command.lengths, 1, {DType::i32, DType::i64});
-    call.lengths = ConstTensorView::per_batch(lengths.data, lengths.header.dtype, lengths.header.shape[0]);
-  }
-  if (!command.key_mask.empty()) {
-    key_mask.array = read_extra("key-mask", command.key_mask, 2, {DType::boolean});
-    const auto& shape = key_mask.array.header.shape;
-    key_mask.view = ConstTensorView::mask(key_mask.array.data, shape[0], shape[1]);
-  }
-  if (!command.alibi.empty()) {
-    alibi.array = read_extra("alibi-slopes", command.alibi, 1, {DType::f32});
-    alibi.view = ConstTensorView::per_head(alibi.array.data, alibi.array.header.shape[0]);
-  }
-  q.place("q", choice.device);
-  k.place("k", choice.device);
-  v.place("v", choice.device);
-  key_mask.place("key-mask", choice.device);
-  alibi.place("alibi-slopes", choice.device);
-  call.key_mask = key_mask.view;
-  call.alibi_slopes = alibi.view;
-
-  const DType dtype = q.view.dtype;
-  const auto make_out = [&](Device device) {
-    return Tensor("out", dtype, choice.layout, q.view.batch(), q.view.rows(), q.view.heads(), q.view.columns(), device);
-  };
-  const auto make_lse = [&](Device device) {
-    return Tensor::lse("lse", q.view.batch(), q.view.rows(), q.view.heads(),
-                       dtype == DType::f64 ? DType::f64 : DType::f32, device);
-  };
-  const Tensor out = make_out({});
-  std::optional<Tensor> lse, gpu_out, gpu_lse;
-  if (!command.lse.empty()) lse = make_lse({});
-  if (choice.device.type == DeviceType::cuda) {
-    gpu_out = make_out(choice.device);
-    if (lse) gpu_lse = make_lse(choice.device);
-  }
-  const TensorView out_view = gpu_out ? gpu_out->view() : out.view();
-  const TensorView lse_view = gpu_lse ? gpu_lse->view() : lse ? lse->view() : TensorView{};
-  const bool batched = q.array.header.shape.size() == 4;
+  Inputs inputs(command, choice);
+  const ConstTensorView &q = inputs.q.view, &k = inputs.k.view, &v = inputs.v.view;
+  const Results results(q, choice, !command.lse.empty());
   ArrayWriter writer;
-  writer.add(command.out, dtype, q.array.header.shape, out.data());
-  if (lse) {
-    std::vector<std::int64_t> shape = {q.view.batch(), q.view.heads(), q.view.rows()};
-    if (!batched) shape.erase(shape.begin());
-    writer.add(command.lse, lse->view().dtype, shape, lse->data());
-  }
+  announce(writer, command, inputs, results);
 
   const Attention attention(choice.pattern, choice.options);
   double seconds = 0;
   CallReport ran;
-  call.report = &ran;
   {
     Progress progress("attend");
+    Call call = inputs.call;
+    call.report = &ran;
     call.progress = [&](double fraction) {
       progress.update(fraction);
       return true;
     };
-    seconds = seconds_on(choice.device, [&] { attention.forward(q.view, k.view, v.view, out_view, lse_view, call); });
+    seconds = seconds_on(choice.device, [&] { attention.forward(q, k, v, results.out(), results.lse(), call); });
   }
-  if (gpu_out) out.copy_from(*gpu_out);
-  if (gpu_lse) lse->copy_from(*gpu_lse);
+  results.bring_home();
   writer.commit();
 
   if (command.json) {
     Json json = {{"out", command.out},
-                 {"shape", q.array.header.shape},
-                 {"dtype", name_of(dtype)},
+                 {"shape", inputs.q.array.header.shape},
+                 {"dtype", name_of(q.dtype)},
                  {"kernel", ran.kernel},
                  {"pattern", choice.pattern.to_string()},
                  {"seconds", seconds},
                  {"device", to_string(choice.device)}};
-    if (lse) json["lse"] = command.lse;
+    if (!command.lse.empty()) json["lse"] = command.lse;
     print_json(json);
   } else {
-    print("{}: {} {} in {} with kernel {}\n", printable(command.out), name_of(dtype), shape_text(q.array),
+    print("{}: {} {} in {} with kernel {}\n", printable(command.out), name_of(q.dtype), shape_text(inputs.q.array),
           short_duration(seconds), ran.kernel);
   }
   return kSuccess;

@@ -40,7 +40,9 @@ struct Timing {
   double sustained_seconds = 0;  ///< GPUs: of one call among many back to back, where the card meets its power cap
   double flops = 0;
   double extra_bytes = 0;
+  Peak peak;  ///< of the instructions that the kernel uses
   double gflops() const { return flops / median_seconds * 1e-9; }
+  double fraction() const { return gflops() / peak.gflops; }
 };
 
 /// What the library's pool has lent at most since `reset`.
@@ -66,12 +68,12 @@ Timing measure(const CallReport& ran, double flops, int repeats, Device device, 
     if (repeat >= 0) seconds.push_back(taken);
   }
   std::sort(seconds.begin(), seconds.end());
-  Timing timing{std::string(ran.kernel),
-                seconds[seconds.size() / 2],
-                seconds.front(),
-                0,
-                flops,
-                peak_used_bytes(device, false) - (gpu ? 0 : before)};
+  Timing timing;
+  timing.kernel = ran.kernel;
+  timing.median_seconds = seconds[seconds.size() / 2];
+  timing.best_seconds = seconds.front();
+  timing.flops = flops;
+  timing.extra_bytes = peak_used_bytes(device, false) - (gpu ? 0 : before);
   timing.sustained_seconds = timing.median_seconds;
   if (gpu) {
     const int calls = std::clamp(static_cast<int>(kSustainedSeconds / timing.best_seconds), 3, 1000);
@@ -84,135 +86,107 @@ Timing measure(const CallReport& ran, double flops, int repeats, Device device, 
   return timing;
 }
 
-Json describe_timing(const Timing& timing, double peak) {
+Json describe_timing(const Timing& timing) {
   return {{"kernel", timing.kernel},
           {"seconds", timing.median_seconds},
           {"best_seconds", timing.best_seconds},
           {"sustained_seconds", timing.sustained_seconds},
           {"flops", timing.flops},
           {"gflops", timing.gflops()},
-          {"peak_gflops", peak},
-          {"fraction_of_peak", timing.gflops() / peak},
+          {"peak_gflops", timing.peak.gflops},
+          {"peak_source", timing.peak.source},
+          {"fraction_of_peak", timing.fraction()},
           {"extra_bytes", timing.extra_bytes}};
 }
 
-/// What GFLOP/s are a fraction of. Measured before and after the runs, since clocks move: the higher counts.
-struct Peak {
-  double gflops = 0;
-  std::string source;
-
-  void measure(Device device, DType dtype) {
-    if (device.type == DeviceType::cuda) {
-      const GpuPeak found = measured_gpu_peak(device, dtype);
-      gflops = std::max(gflops, found.gflops);
-      source = found.source;
-    } else {
-      gflops = std::max(gflops, measured_peak_gflops(dtype, num_threads()));
-      source = "multiply-adds of vectors on registers";
+/// Options of a pattern contradict `bench dense`.
+void check_pattern_options(const BenchCommand& command) {
+  if (command.what != "dense") return;
+  for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "pattern", "mask"}) {
+    if (command.problem.given(part)) {
+      throw InvalidArgument(
+          part, fmt::format("--{} with bench dense: every position sees every other; use bench dilated", part));
     }
   }
-};
+}
 
-int run(const BenchCommand& command) {
-  if (command.what == "dense") {
-    for (const char* part : {"segments", "dilations", "assign", "phase", "pad-keys", "pattern", "mask"}) {
-      if (command.problem.given(part)) {
-        throw InvalidArgument(
-            part, fmt::format("--{} with bench dense: every position sees every other; use bench dilated", part));
-      }
-    }
-  }
-  ProblemChoice choice = command.problem.resolve();
-  require_device(choice.device);
-  if (command.what == "dense") choice.pattern = Pattern::dense();
-  if (command.what == "block-sparse" && !command.problem.given("pattern") && !command.problem.given("mask")) {
-    choice.pattern = Pattern::block_sparse(BlockPattern::bigbird());
-  }
-  if (command.repeats < 1)
-    throw InvalidArgument("repeats", fmt::format("--repeats is {}: give at least 1", command.repeats));
-  const Problem shape = choice.problem(kDefaultTokens);
-  const Attention attention(choice.pattern, choice.options);
-  const auto plan = attention.plan(shape);
-  for (const Pass pass : {Pass::forward, Pass::backward}) {
-    if (pass == Pass::backward && command.forward_only) continue;
-    if (plan->kernel_name(pass).empty()) throw Unsupported(plan->why_no_kernel(pass));
-  }
-  if (shape.tokens == 0 || shape.batch == 0)
-    throw InvalidArgument("tokens", "nothing to time: give at least 1 token and 1 entry");
-  const PlanTotals totals = plan->totals();
-
+/// Times the passes. Peaks are measured before and after, since clocks move: the higher counts.
+std::vector<Timing> time_passes(const BenchCommand& command, const ProblemChoice& choice, const Attention& attention,
+                                const Plan& plan) {
+  const Problem& shape = plan.problem();
   const Workload work(shape, choice.layout, choice.seed);
   Call call;
   call.cancel = &interrupted();
   call.dropout_seed = choice.seed;
   CallReport ran;
   call.report = &ran;
+  Progress progress("bench");
+  const auto time = [&](Pass pass, double flops, double begin, double end, const std::function<void()>& body) {
+    const std::string_view kernel = plan.kernel_name(pass);
+    const Peak before = measured_peak(shape.device, shape.dtype, kernel);
+    Timing timing = measure(ran, flops, command.repeats, shape.device, progress, begin, end, body);
+    const Peak after = measured_peak(shape.device, shape.dtype, timing.kernel);
+    timing.peak = timing.kernel == kernel && before.gflops > after.gflops ? before : after;
+    return timing;
+  };
+  const PlanTotals totals = plan.totals();
   std::vector<Timing> timings;
-  Peak peak;
-  std::optional<double> tile_peak;
-  {
-    Progress progress("bench");
-    peak.measure(shape.device, shape.dtype);
-    timings.push_back(measure(
-        ran, totals.forward_flops, command.repeats, shape.device, progress, 0.0, command.forward_only ? 1.0 : 0.3, [&] {
-          attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), call);
-        }));
-    if (!command.forward_only) {
-      timings.push_back(measure(ran, totals.backward_flops, command.repeats, shape.device, progress, 0.3, 1.0, [&] {
-        attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(),
-                           work.dout.view(), work.dq.view(), work.dk.view(), work.dv.view(), call);
-      }));
-    }
-    peak.measure(shape.device, shape.dtype);
-    if (shape.dtype == DType::bf16 && shape.device.type == DeviceType::cpu)
-      tile_peak = measured_tile_peak_gflops(num_threads());
-  }
-  Timing whole;
-  for (const Timing& timing : timings) {
-    whole.flops += timing.flops;
-    whole.median_seconds += timing.median_seconds;
-    whole.extra_bytes = std::max(whole.extra_bytes, timing.extra_bytes);
-  }
+  timings.push_back(time(Pass::forward, totals.forward_flops, 0.0, command.forward_only ? 1.0 : 0.3, [&] {
+    attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), call);
+  }));
+  if (command.forward_only) return timings;
+  timings.push_back(time(Pass::backward, totals.backward_flops, 0.3, 1.0, [&] {
+    attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), work.dout.view(),
+                       work.dq.view(), work.dk.view(), work.dv.view(), call);
+  }));
+  return timings;
+}
 
-  if (command.json) {
-    Json json = {{"bench", command.what},
-                 {"version", version()},
-                 {"commit", commit()},
-                 {"tokens", shape.tokens},
-                 {"pattern", choice.pattern.to_string()},
-                 {"problem", describe(shape)},
-                 {"options", describe(choice.options)},
-                 {"machine", machine_summary()},
-                 {"device", device_summary(shape.device)},
-                 {"threads", num_threads()},
-                 {"kernel", timings.front().kernel},
-                 {"repeats", command.repeats},
-                 {"pairs", totals.pairs},
-                 {"seconds", whole.median_seconds},
-                 {"gflops", whole.gflops()},
-                 {"peak_gflops", peak.gflops},
-                 {"peak_source", peak.source},
-                 {"fraction_of_peak", whole.gflops() / peak.gflops},
-                 {"extra_bytes", whole.extra_bytes}};
-    if (shape.device.type == DeviceType::cuda) json["gpu_driver"] = gpu_driver();
-    if (tile_peak) {
-      json["tile_peak_gflops"] = *tile_peak;
-      json["fraction_of_tile_peak"] = whole.gflops() / *tile_peak;
-    }
-    json["forward"] = describe_timing(timings[0], peak.gflops);
-    if (timings.size() > 1) json["backward"] = describe_timing(timings[1], peak.gflops);
-    print_json(json);
-    return kSuccess;
+Json describe_bench(const BenchCommand& command, const Plan& plan, const std::vector<Timing>& timings) {
+  const Problem& shape = plan.problem();
+  double seconds = 0, flops = 0, at_peak = 0, extra_bytes = 0;
+  for (const Timing& timing : timings) {
+    seconds += timing.median_seconds;
+    flops += timing.flops;
+    at_peak += timing.flops / timing.peak.gflops * 1e-9;  // seconds at that rate
+    extra_bytes = std::max(extra_bytes, timing.extra_bytes);
   }
-  print("{}{}, {} tokens, batch {}, {} heads of {}, {}\n", bold(choice.pattern.to_string()),
-        choice.options.causal ? ", causal" : "", with_commas(static_cast<double>(shape.tokens)), shape.batch,
+  const Peak& peak = timings.front().peak;
+  Json json = {{"bench", command.what},
+               {"version", version()},
+               {"commit", commit()},
+               {"pattern", plan.pattern().to_string()},
+               {"problem", describe(shape)},
+               {"options", describe(plan.options())},
+               {"tokens", shape.tokens},
+               {"machine", machine_summary()},
+               {"device", to_string(shape.device)},
+               {"device_name", device_summary(shape.device)},
+               {"threads", num_threads()},
+               {"kernel", timings.front().kernel},
+               {"repeats", command.repeats},
+               {"pairs", plan.totals().pairs},
+               {"seconds", seconds},
+               {"gflops", flops / seconds * 1e-9},
+               {"peak_gflops", peak.gflops},
+               {"peak_source", peak.source},
+               {"fraction_of_peak", at_peak / seconds},
+               {"extra_bytes", extra_bytes}};
+  if (shape.device.type == DeviceType::cuda) json["gpu_driver"] = gpu_driver();
+  json["forward"] = describe_timing(timings[0]);
+  if (timings.size() > 1) json["backward"] = describe_timing(timings[1]);
+  return json;
+}
+
+void print_bench(const Plan& plan, const std::vector<Timing>& timings) {
+  const Problem& shape = plan.problem();
+  print("{}{}, {} tokens, batch {}, {} heads of {}, {}\n", bold(plan.pattern().to_string()),
+        plan.options().causal ? ", causal" : "", with_commas(static_cast<double>(shape.tokens)), shape.batch,
         shape.heads, shape.head_dim, name_of(shape.dtype));
   const bool gpu = shape.device.type == DeviceType::cuda;
   const double unit = gpu ? 1e-3 : 1;
   const char* const per_second = gpu ? "TFLOP/s" : "GFLOP/s";
-  print("{}, {}; peak {:.1f} {}{}, measured in this run: {}\n\n", gpu ? to_string(shape.device) : machine_summary(),
-        device_summary(shape.device), peak.gflops * unit, per_second,
-        tile_peak ? fmt::format(" ({:.0f} on AMX tiles)", *tile_peak) : "", peak.source);
+  print("{}, {}\n\n", gpu ? to_string(shape.device) : machine_summary(), device_summary(shape.device));
   std::vector<Table::Column> columns = {
       {"pass", Align::left}, {"kernel", Align::left}, {"median"}, {"best"}, {per_second},
       {"of peak"},           {"extra memory"}};
@@ -226,12 +200,41 @@ int run(const BenchCommand& command) {
                                       short_duration(timing.median_seconds),
                                       short_duration(timing.best_seconds),
                                       fmt::format("{:.1f}", timing.gflops() * unit),
-                                      fmt::format("{:.1f}%", 100 * timing.gflops() / peak.gflops),
+                                      fmt::format("{:.1f}%", 100 * timing.fraction()),
                                       short_bytes(timing.extra_bytes)};
     if (gpu) cells.insert(cells.begin() + 5, fmt::format("{:.1f}", timing.flops / timing.sustained_seconds * 1e-12));
     table.add(std::move(cells));
   }
   print_text(table.to_string());
+  print("\n");
+  for (std::size_t i = 0; i < timings.size(); ++i) {
+    const Peak& peak = timings[i].peak;
+    print("peak of the {}: {:.1f} {}, measured in this run: {}\n", names[i], peak.gflops * unit, per_second,
+          peak.source);
+  }
+}
+
+int run(const BenchCommand& command) {
+  check_pattern_options(command);
+  ProblemChoice choice = command.problem.resolve();
+  require_device(choice.device);
+  if (command.what == "dense") choice.pattern = Pattern::dense();
+  if (command.what == "block-sparse" && !command.problem.given("pattern") && !command.problem.given("mask"))
+    choice.pattern = Pattern::block_sparse(BlockPattern::bigbird());
+  if (command.repeats < 1)
+    throw InvalidArgument("repeat", fmt::format("--repeat is {}: give at least 1", command.repeats));
+  const Problem shape = choice.problem(kDefaultTokens);
+  const Attention attention(choice.pattern, choice.options);
+  const auto plan = attention.plan(shape);
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    if (pass == Pass::backward && command.forward_only) continue;
+    if (plan->kernel_name(pass).empty()) throw Unsupported(why_no_kernel(*plan, pass));
+  }
+  if (shape.tokens == 0 || shape.batch == 0)
+    throw InvalidArgument("tokens", "nothing to time: give at least 1 token and 1 entry");
+  const std::vector<Timing> timings = time_passes(command, choice, attention, *plan);
+  if (command.json) print_json(describe_bench(command, *plan, timings));
+  else print_bench(*plan, timings);
   return kSuccess;
 }
 
@@ -253,7 +256,8 @@ Command add_bench(CLI::App& app) {
       ->required()
       ->check(CLI::IsMember({"dilated", "dense", "block-sparse"}));
   command->problem.add_to(*parser);
-  parser->add_option("--repeats", command->repeats, "Timed runs of each pass (default: 5)")->type_name("COUNT");
+  parser->add_option("--repeat,--repeats", command->repeats, "Timed runs of each pass (default: 5)")
+      ->type_name("COUNT");
   parser->add_flag("--forward-only", command->forward_only, "Leave the backward out");
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};

@@ -112,78 +112,75 @@ void check_kernel_name(const std::string& name) {
   throw InvalidArgument("kernel", fmt::format("--kernel is '{}': this build has {}", name, names));
 }
 
-int run(const CheckCommand& command) {
-  const ProblemChoice choice = command.problem.resolve();
-  if (command.random < 0)
-    throw InvalidArgument("random", fmt::format("--random is {}: give 0 or more", command.random));
-  if (command.first_case && *command.first_case < 0)
-    throw InvalidArgument("case", fmt::format("--case is {}: give 0 or more", *command.first_case));
-  check_kernel_name(choice.options.kernel);
-  require_device(choice.device);
-  const std::vector<Numbered> cases = choose_cases(command, choice);
-
-  std::map<std::pair<std::string, std::string>, Tally> tallies;
+/// What all kernels did with all cases.
+struct Outcome {
+  std::map<std::pair<std::string, std::string>, Tally> tallies;  // by kernel and element type
   std::vector<Failure> failures;
-  std::size_t left_out = 0;
-  const std::string on_device = choice.device.type == DeviceType::cpu ? "" : " --device " + to_string(choice.device);
-  {
-    Progress progress(fmt::format("{} cases", cases.size()));
-    for (std::size_t i = 0; i < cases.size(); ++i) {
-      progress.update(static_cast<double>(i) / static_cast<double>(cases.size()));
-      const std::vector<CaseResult> results = run_case(cases[i].one, choice.device, choice.options.kernel);
-      left_out += results.empty();
-      for (const CaseResult& result : results) {
-        Tally& tally = tallies[{result.kernel, std::string(name_of(cases[i].one.dtype))}];
-        ++tally.cases;
-        for (std::size_t quantity = 0; quantity < kQuantities.size(); ++quantity) {
-          tally.largest_error[quantity] = std::max(tally.largest_error[quantity], result.largest_error[quantity]);
-          tally.over_tolerance[quantity] = std::max(tally.over_tolerance[quantity], result.over_tolerance[quantity]);
-        }
-        tally.rms_over_model = std::max(tally.rms_over_model, result.rms_over_model);
-        if (!result.ok) {
-          failures.push_back({result.kernel, result.problem, cases[i].one.to_string(),
-                              fmt::format("{} --kernel {}{}", cases[i].command, result.kernel, on_device)});
-        }
-      }
-    }
-  }
-  if (tallies.empty()) {
-    throw Unsupported(fmt::format("no kernel can run these cases; longspan info --why{} says why", on_device));
-  }
+  std::size_t cases = 0;
+  std::size_t left_out = 0;  // no kernel runs them
+  Device device;
+  std::string on_device;  // the option that repeats a case there
+};
 
-  if (command.json) {
-    Json json = {{"ok", failures.empty()},   {"version", version()},         {"commit", commit()},
-                 {"cases", cases.size()},    {"left_out", left_out},         {"seed", choice.seed},
-                 {"threads", num_threads()}, {"machine", machine_summary()}, {"device", to_string(choice.device)},
-                 {"kernels", Json::array()}, {"failures", Json::array()}};
-    if (choice.device.type == DeviceType::cuda) json["gpu"] = device_summary(choice.device);
-    for (const auto& [key, tally] : tallies) {
-      Json one = {{"kernel", key.first},
-                  {"dtype", key.second},
-                  {"cases", tally.cases},
-                  {"rms_over_model", tally.rms_over_model}};
+Outcome run_cases(const std::vector<Numbered>& cases, Device device, const std::string& kernel) {
+  Outcome outcome;
+  outcome.cases = cases.size();
+  outcome.device = device;
+  if (device.type != DeviceType::cpu) outcome.on_device = " --device " + to_string(device);
+  Progress progress(fmt::format("{} cases", cases.size()));
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    progress.update(static_cast<double>(i) / static_cast<double>(cases.size()));
+    const std::vector<CaseResult> results = run_case(cases[i].one, device, kernel);
+    outcome.left_out += results.empty();
+    for (const CaseResult& result : results) {
+      Tally& tally = outcome.tallies[{result.kernel, std::string(name_of(cases[i].one.dtype))}];
+      ++tally.cases;
       for (std::size_t quantity = 0; quantity < kQuantities.size(); ++quantity) {
-        one[std::string(kQuantities[quantity])] = {{"largest_error", tally.largest_error[quantity]},
-                                                   {"over_tolerance", tally.over_tolerance[quantity]}};
+        tally.largest_error[quantity] = std::max(tally.largest_error[quantity], result.largest_error[quantity]);
+        tally.over_tolerance[quantity] = std::max(tally.over_tolerance[quantity], result.over_tolerance[quantity]);
       }
-      json["kernels"].push_back(one);
+      tally.rms_over_model = std::max(tally.rms_over_model, result.rms_over_model);
+      if (!result.ok) {
+        outcome.failures.push_back(
+            {result.kernel, result.problem, cases[i].one.to_string(),
+             fmt::format("{} --kernel {}{}", cases[i].command, result.kernel, outcome.on_device)});
+      }
     }
-    for (const Failure& failure : failures) {
-      json["failures"].push_back({{"kernel", failure.kernel},
-                                  {"problem", failure.problem},
-                                  {"case", failure.description},
-                                  {"command", failure.command}});
-    }
-    print_json(json);
-    return failures.empty() ? kSuccess : kOverTolerance;
   }
+  return outcome;
+}
 
+Json describe_outcome(const Outcome& outcome, std::uint64_t seed) {
+  Json json = {{"ok", outcome.failures.empty()}, {"version", version()},         {"commit", commit()},
+               {"cases", outcome.cases},         {"left_out", outcome.left_out}, {"seed", seed},
+               {"threads", num_threads()},       {"machine", machine_summary()}, {"device", to_string(outcome.device)},
+               {"kernels", Json::array()},       {"failures", Json::array()}};
+  if (outcome.device.type == DeviceType::cuda) json["gpu"] = device_summary(outcome.device);
+  for (const auto& [key, tally] : outcome.tallies) {
+    Json one = {
+        {"kernel", key.first}, {"dtype", key.second}, {"cases", tally.cases}, {"rms_over_model", tally.rms_over_model}};
+    for (std::size_t quantity = 0; quantity < kQuantities.size(); ++quantity) {
+      one[std::string(kQuantities[quantity])] = {{"largest_error", tally.largest_error[quantity]},
+                                                 {"over_tolerance", tally.over_tolerance[quantity]}};
+    }
+    json["kernels"].push_back(one);
+  }
+  for (const Failure& failure : outcome.failures) {
+    json["failures"].push_back({{"kernel", failure.kernel},
+                                {"problem", failure.problem},
+                                {"case", failure.description},
+                                {"command", failure.command}});
+  }
+  return json;
+}
+
+void print_outcome(const Outcome& outcome) {
   std::vector<Table::Column> columns = {{"kernel", Align::left}, {"dtype", Align::left}, {"cases"}};
   for (const std::string_view quantity : kQuantities) columns.push_back({std::string(quantity)});
   columns.push_back({"rms/model"});
   Table table(columns);
   for (const std::string& kernel : kernel_names()) {  // in the library's order, fastest first
-    for (const auto& [key, tally] : tallies) {
+    for (const auto& [key, tally] : outcome.tallies) {
       if (key.first != kernel) continue;
       std::vector<std::string> cells = {key.first, key.second, fmt::format("{}", tally.cases)};
       for (std::size_t quantity = 0; quantity < kQuantities.size(); ++quantity) {
@@ -196,20 +193,37 @@ int run(const CheckCommand& command) {
     }
   }
   print("{} cases on {} against the float64 reference: largest error (and its part of the tolerance)\n\n",
-        cases.size() - left_out, to_string(choice.device));
+        outcome.cases - outcome.left_out, to_string(outcome.device));
   print_text(table.to_string());
   constexpr std::size_t kMostShown = 8;
+  const std::vector<Failure>& failures = outcome.failures;
   for (const Failure& failure : std::span(failures).first(std::min(failures.size(), kMostShown))) {
     print("\n{} {}\n  {}\n  case: {}\n  repeat: {}\n", bad("FAILED"), failure.kernel, failure.problem,
           failure.description, failure.command);
   }
   if (failures.size() > kMostShown) print("\n{} more failures; --json lists them all\n", failures.size() - kMostShown);
-  if (left_out > 0) {
-    print("\n{} cases were left out: no kernel on {} runs them (longspan info --why{} says what it takes)\n", left_out,
-          to_string(choice.device), on_device);
+  if (outcome.left_out > 0) {
+    print("\n{} cases were left out: no kernel on {} runs them (longspan info --why{} says what it takes)\n",
+          outcome.left_out, to_string(outcome.device), outcome.on_device);
   }
   if (failures.empty()) print("\n{}\n", good("every kernel agrees"));
-  return failures.empty() ? kSuccess : kOverTolerance;
+}
+
+int run(const CheckCommand& command) {
+  const ProblemChoice choice = command.problem.resolve();
+  if (command.random < 0)
+    throw InvalidArgument("random", fmt::format("--random is {}: give 0 or more", command.random));
+  if (command.first_case && *command.first_case < 0)
+    throw InvalidArgument("case", fmt::format("--case is {}: give 0 or more", *command.first_case));
+  check_kernel_name(choice.options.kernel);
+  require_device(choice.device);
+  const Outcome outcome = run_cases(choose_cases(command, choice), choice.device, choice.options.kernel);
+  if (outcome.tallies.empty()) {
+    throw Unsupported(fmt::format("no kernel can run these cases; longspan info --why{} says why", outcome.on_device));
+  }
+  if (command.json) print_json(describe_outcome(outcome, choice.seed));
+  else print_outcome(outcome);
+  return outcome.failures.empty() ? kSuccess : kOverTolerance;
 }
 
 }  // namespace

@@ -42,6 +42,7 @@ struct DemoCommand {
 struct Times {
   double forward = 0;
   double backward = 0;
+  CallReport forward_ran, backward_ran;
 };
 
 /// One training step with a progress bar.
@@ -55,10 +56,12 @@ Times run_both(const Attention& attention, const Workload& work, Call call, Prog
   const Device device = work.q.view().device;
   Times times;
   call.progress = part(0, 0.28);  // 4 of 14 parts
+  call.report = &times.forward_ran;
   times.forward = seconds_on(device, [&] {
     attention.forward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), call);
   });
   call.progress = part(0.28, 1);
+  call.report = &times.backward_ran;
   times.backward = seconds_on(device, [&] {
     attention.backward(work.q.view(), work.k.view(), work.v.view(), work.out.view(), work.lse.view(), work.dout.view(),
                        work.dq.view(), work.dk.view(), work.dv.view(), call);
@@ -140,10 +143,10 @@ Json describe_run(const ReportRun& run) {
     json[pass.name] = {{"kernel", pass.kernel},
                        {"seconds", pass.seconds},
                        {"gflops", pass.gflops},
-                       {"fraction_of_peak", pass.gflops / run.peak_gflops}};
+                       {"fraction_of_peak", pass.gflops / pass.peak.gflops}};
   }
-  json["peak_gflops"] = run.peak_gflops;
-  json["peak_source"] = run.peak_source;
+  json["peak_gflops"] = run.passes.front().peak.gflops;
+  json["peak_source"] = run.passes.front().peak.source;
   json["extra_bytes"] = run.extra_bytes;
   json["checks"] = Json::array();
   for (const RowCheck& check : run.checks) {
@@ -247,7 +250,7 @@ std::vector<Device> choose_devices(const DemoCommand& command, const ProblemChoi
     problem.device = device;
     const auto plan = attention.plan(problem);
     for (const Pass pass : {Pass::forward, Pass::backward}) {
-      if (plan->kernel_name(pass).empty()) throw Unsupported(plan->why_no_kernel(pass));
+      if (plan->kernel_name(pass).empty()) throw Unsupported(why_no_kernel(*plan, pass));
     }
   }
   return devices;
@@ -292,19 +295,13 @@ ReportRun run_on(Device device, const Attention& attention, const Plan& host_pla
   }
   run.verified = !run.checks.empty() &&
                  std::all_of(run.checks.begin(), run.checks.end(), [](const auto& check) { return check.ok; });
-  if (gpu) {
-    const GpuPeak peak = measured_gpu_peak(device, problem.dtype);
-    run.peak_gflops = peak.gflops;
-    run.peak_source = peak.source;
-  } else {
-    run.peak_gflops = measured_peak_gflops(problem.dtype, num_threads());
-    run.peak_source = "multiply-adds of vectors on registers";
-  }
   const PlanTotals totals = plan->totals();
-  run.passes = {{"forward", std::string(plan->kernel_name(Pass::forward)), times.forward,
-                 totals.forward_flops / times.forward * 1e-9},
-                {"backward", std::string(plan->kernel_name(Pass::backward)), times.backward,
-                 totals.backward_flops / times.backward * 1e-9}};
+  const auto add = [&](const char* name, const CallReport& ran, double seconds, double flops) {
+    run.passes.push_back({name, std::string(ran.kernel), seconds, flops / seconds * 1e-9,
+                          measured_peak(device, problem.dtype, ran.kernel)});
+  };
+  add("forward", times.forward_ran, times.forward, totals.forward_flops);
+  add("backward", times.backward_ran, times.backward, totals.backward_flops);
   return run;
 }
 

@@ -73,7 +73,7 @@ int run(const InfoCommand& command) {
   const auto plan = Attention(choice.pattern, choice.options).plan(choice.problem(kDefaultTokens));
   const auto chosen = [&](Pass pass) { return std::string(plan->kernel_name(pass)); };
   if (!choice.options.kernel.empty() && chosen(Pass::forward).empty() && chosen(Pass::backward).empty()) {
-    throw Unsupported(plan->why_no_kernel(Pass::forward));
+    throw Unsupported(why_no_kernel(*plan, Pass::forward));
   }
   const Json kernels = describe_kernels(*plan);
   const Json pools = describe_pools();
@@ -139,7 +139,7 @@ int run(const InfoCommand& command) {
   }
   print_text(table.to_string());
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    if (plan->kernel_name(pass).empty()) print("{}\n", bad(plan->why_no_kernel(pass)));
+    if (plan->kernel_name(pass).empty()) print("{}\n", bad(why_no_kernel(*plan, pass)));
   }
   return kSuccess;
 }

@@ -8,6 +8,7 @@
 #include "json.h"
 #include "longspan/error.h"
 #include "longspan/exchange.h"
+#include "machine.h"
 #include "problem_options.h"
 
 namespace longspan::cli {
@@ -101,7 +102,7 @@ int run(const PlanCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
   const auto plan = Attention(choice.pattern, choice.options).plan(choice.problem(kDefaultTokens));
   const std::string_view forward = plan->kernel_name(Pass::forward), backward = plan->kernel_name(Pass::backward);
-  if (!choice.options.kernel.empty() && forward.empty()) throw Unsupported(plan->why_no_kernel(Pass::forward));
+  if (!choice.options.kernel.empty() && forward.empty()) throw Unsupported(why_no_kernel(*plan, Pass::forward));
   const PlanTotals totals = plan->totals();
   const Problem& problem = plan->problem();
   const double rows =
@@ -132,7 +133,7 @@ int run(const PlanCommand& command) {
         {"kernels",
          {{"forward", forward.empty() ? Json() : Json(forward)},
           {"backward", backward.empty() ? Json() : Json(backward)},
-          {"why_none", plan->why_no_kernel(Pass::forward)}}},
+          {"why_none", why_no_kernel(*plan, Pass::forward)}}},
         {"branches", branches}};
     if (command.ranks > 0) json["ring"] = ring;
     print_json(json);
@@ -158,7 +159,7 @@ int run(const PlanCommand& command) {
   print_text(table.to_string());
   if (command.ranks > 0) print_ring(ring);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    if (plan->kernel_name(pass).empty()) print("{}\n", bad(plan->why_no_kernel(pass)));
+    if (plan->kernel_name(pass).empty()) print("{}\n", bad(why_no_kernel(*plan, pass)));
   }
   return kSuccess;
 }

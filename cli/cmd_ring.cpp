@@ -1,7 +1,9 @@
 // longspan ring: a sequence split over ranks of this process, or over the ranks of mpirun.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
+#include <optional>
 
 #include "command.h"
 #include "console.h"
@@ -10,7 +12,6 @@
 #include "interrupt.h"
 #include "longspan/error.h"
 #include "machine.h"
-#include "ring/mapped_output.h"
 #include "ring/rank_run.h"
 #include "ring/ranks.h"
 #include "text.h"
@@ -23,6 +24,7 @@ constexpr std::int64_t kDefaultTokens = 131072;
 struct RingCommand {
   ProblemOptions problem;
   int ranks = 0;
+  bool ranks_given = false;
   std::string shards = "even", q, k, v, out, trace, halo_limit = "0";
   double deadline = 60;
   int repeat = 1;
@@ -61,7 +63,7 @@ RingInputs read_inputs(const RingCommand& command, const ProblemChoice& choice) 
   return inputs;
 }
 
-void write_trace(const std::string& path, const std::vector<Json>& ranks) {
+void write_trace(OutputFile& file, const std::vector<Json>& ranks) {
   Json events = Json::array();
   double first = ranks[0]["began"];  // one clock for all ranks
   for (const Json& rank : ranks) first = std::min(first, rank["began"].get<double>());
@@ -87,9 +89,7 @@ void write_trace(const std::string& path, const std::vector<Json>& ranks) {
     add(rank, "forward");
     if (rank.contains("backward")) add(rank["backward"], "backward");
   }
-  OutputFile file(path);
   file.write(Json{{"displayTimeUnit", "ms"}, {"traceEvents", events}}.dump() + "\n");
-  file.commit();
 }
 
 void print_ranks(const std::vector<Json>& ranks, const char* label, const char* pass) {
@@ -116,40 +116,79 @@ void print_ranks(const std::vector<Json>& ranks, const char* label, const char* 
   print_text(table.to_string());
 }
 
+/// Numbers of the comparison over all ranks.
+struct Verdict {
+  bool bits = true, ok = true;
+  double over_tolerance = 0;
+  std::string kernel;              // that ran
+  std::vector<std::string> wrong;  // for people, one line each
+};
+
+Verdict verdict_of(const std::vector<Json>& ranks) {
+  Verdict verdict;
+  for (const Json& rank : ranks) {
+    const bool ok = rank["verified"];
+    verdict.bits = verdict.bits && rank["bit_identical"].get<bool>();
+    verdict.ok = verdict.ok && ok;
+    if (verdict.kernel.empty()) verdict.kernel = rank["kernel"];  // a rank without rows runs none
+    for (const Json& check : rank["checks"]) {
+      const double over = check["over_tolerance"];
+      verdict.over_tolerance = std::max(verdict.over_tolerance, over);
+      const std::string worst = check["worst"];
+      if (ok || worst.empty()) continue;
+      verdict.wrong.push_back(fmt::format("rank {}: {}", rank["rank"].get<int>(), worst));
+    }
+  }
+  return verdict;
+}
+
+void print_verdict(const Verdict& verdict) {
+  const std::string part = fmt::format("at most {:.2g}% of what rounding may cause", 100 * verdict.over_tolerance);
+  if (!verdict.ok) {
+    print("{}\n", bad("NOT verified: results differ from one device"));
+    for (const std::string& line : verdict.wrong) print("  {}\n", line);
+  } else if (!verdict.bits) {
+    print("{}\n", good(fmt::format("verified: equal to one device up to rounding (rounds): {}", part)));
+  } else {
+    print("{}\n", good(fmt::format("verified: out and lse have the bits of one device with {}{}", verdict.kernel,
+                                   verdict.over_tolerance > 0 ? "; gradients differ by " + part : "")));
+  }
+}
+
+Json describe_run(const RingInputs& inputs, const RingSettings& settings, const char* engine, bool as_planned,
+                  const Verdict& verdict, const std::vector<Json>& ranks) {
+  double slowest = 0;
+  for (const Json& rank : ranks) slowest = std::max(slowest, rank["seconds"].get<double>());
+  Json json = {{"engine", engine},
+               {"ranks", settings.shards.ranks()},
+               {"pattern", settings.pattern.to_string()},
+               {"problem", describe(inputs.problem)},
+               {"options", describe(settings.options)},
+               {"bytes_as_planned", as_planned},
+               {"seconds", slowest}};
+  if (settings.verify) {
+    json["bit_identical"] = verdict.bits;
+    json["kernel"] = verdict.kernel;
+    json["over_tolerance"] = verdict.over_tolerance;
+    json["verified"] = verdict.ok && as_planned;
+  }
+  json["per_rank"] = ranks;
+  return json;
+}
+
 /// What rank 0 says for all.
 int report(const RingCommand& command, const RingInputs& inputs, const RingSettings& settings, const char* engine,
            std::vector<Json> ranks) {
-  if (!command.trace.empty()) write_trace(command.trace, ranks);
-  bool bits = true, verified = true, as_planned = true;
-  double slowest = 0;
+  const Verdict verdict = settings.verify ? verdict_of(ranks) : Verdict{};
+  bool as_planned = true;
   for (Json& rank : ranks) {
-    if (settings.verify) {
-      bits = bits && rank["bit_identical"].get<bool>();
-      verified = verified && rank["verified"].get<bool>();
-    }
     as_planned = as_planned && rank["bytes_received"] == rank["planned_bytes_received"] &&
                  rank["bytes_sent"] == rank["planned_bytes_sent"];
-    slowest = std::max(slowest, rank["seconds"].get<double>());
     rank.erase("events");
     if (rank.contains("backward")) rank["backward"].erase("events");
   }
-  verified = verified && as_planned;
-  const std::string kernel = ranks.front()["kernel"];
   if (command.json) {
-    Json json = {{"engine", engine},
-                 {"ranks", settings.shards.ranks()},
-                 {"pattern", settings.pattern.to_string()},
-                 {"problem", describe(inputs.problem)},
-                 {"options", describe(settings.options)},
-                 {"bytes_as_planned", as_planned},
-                 {"seconds", slowest}};
-    if (settings.verify) {
-      json["bit_identical"] = bits;
-      json["kernel"] = kernel;
-      json["verified"] = verified;
-    }
-    json["per_rank"] = ranks;
-    print_json(json);
+    print_json(describe_run(inputs, settings, engine, as_planned, verdict, ranks));
   } else {
     print("{}{}\n{} tokens over {} {} ranks, batch {}, {} heads of {} ({} for keys and values), {}\n\n",
           bold(settings.pattern.to_string()), settings.options.causal ? ", causal" : "",
@@ -162,15 +201,10 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
       print_ranks(ranks, "backward", "backward");
     }
     print("\nbytes moved {} the plan\n", as_planned ? "equal" : bad("DIFFER from"));
-    if (settings.verify) {
-      print("{}\n", verified
-                        ? good(bits ? fmt::format("verified: out and lse have the bits of one device with {}", kernel)
-                                    : "verified: equal to one device up to rounding (rounds)")
-                        : bad("NOT verified: results differ from one device"));
-    }
+    if (settings.verify) print_verdict(verdict);
     if (!command.out.empty()) print("out: {}\n", printable(command.out));
   }
-  return verified ? kSuccess : kOverTolerance;
+  return verdict.ok && as_planned ? kSuccess : kOverTolerance;
 }
 
 void check_names(const RingCommand& command) {
@@ -188,21 +222,46 @@ void check_names(const RingCommand& command) {
                 command.json);
 }
 
-int run(const RingCommand& command) {
-  check_names(command);
-  ProblemChoice choice = command.problem.resolve();
-  // Over somebody's arrays the ring computes what attend computes; over random numbers, what the demo shows.
-  if (!command.q.empty() && !command.problem.pattern_given()) choice.pattern = Pattern::dense();
-  std::shared_ptr<Communicator> mpi;
-  if (command.ranks == 0) {
-    if (!under_mpi())
-      throw InvalidArgument(
-          "ranks", "no ranks: give --ranks 4 for ranks of this process, or start the command with mpirun -n 4");
-    mpi = mpi_ring();
+/// Processes that a launcher (mpirun, srun) started together with this one, as it tells them; 0: there is none, or it
+/// does not say.
+int launched_processes() {
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+    const char* const value = std::getenv(name);
+    const int count = value ? std::atoi(value) : 0;
+    if (count > 0) return count;
   }
-  const int count = mpi ? mpi->size() : command.ranks;
-  if (count < 1) throw InvalidArgument("ranks", fmt::format("--ranks is {}: give at least 1", count));
-  const RingInputs inputs = read_inputs(command, choice);
+  return 0;
+}
+
+/// This process's end of the ring of all processes; null with --ranks, whose ranks are threads.
+std::shared_ptr<Communicator> join_processes(const RingCommand& command) {
+  const int launched = launched_processes();
+  if (command.ranks_given) {
+    if (command.ranks < 1) throw InvalidArgument("ranks", fmt::format("--ranks is {}: give at least 1", command.ranks));
+    if (launched > 1) {
+      throw InvalidArgument(
+          "ranks",
+          fmt::format("--ranks {} in each of {} processes that mpirun or srun started would be {} rings: leave "
+                      "--ranks out for one ring of {} processes, or start longspan without mpirun",
+                      command.ranks, launched, launched, launched));
+    }
+    return nullptr;
+  }
+  if (launched == 0 && !under_mpi()) {
+    throw InvalidArgument("ranks",
+                          "no ranks: give --ranks 4 for ranks of this process, or start the command with mpirun -n 4");
+  }
+  std::shared_ptr<Communicator> mpi = mpi_ring();  // says so if the build has no MPI
+  if (launched > 1 && mpi->size() != launched) {
+    throw Unsupported(
+        fmt::format("{} processes were started, but MPI knows of {}: start them with the mpirun of the "
+                    "MPI that longspan was built with (or srun --mpi=pmix)",
+                    launched, mpi->size()));
+  }
+  return mpi;
+}
+
+RingSettings settings_of(const RingCommand& command, const ProblemChoice& choice, const RingInputs& inputs, int ranks) {
   RingSettings settings;
   settings.pattern = choice.pattern;
   settings.options = choice.options;
@@ -211,7 +270,6 @@ int run(const RingCommand& command) {
   if (command.repeat < 1)
     throw InvalidArgument("repeat", fmt::format("--repeat is {}: give at least 1", command.repeat));
   settings.repeat = command.repeat;
-  if (!command.out.empty()) settings.out = final_target(command.out);
   if (!(command.deadline > 0 && command.deadline < 1e6))
     throw InvalidArgument("deadline", fmt::format("--deadline is {}: give seconds above 0", command.deadline));
   settings.ring.deadline = std::chrono::milliseconds(static_cast<std::int64_t>(command.deadline * 1000));
@@ -219,15 +277,28 @@ int run(const RingCommand& command) {
   if (halo_limit < 0)
     throw InvalidArgument("halo-limit", fmt::format("--halo-limit is {}: give bytes, or 0 for no limit", halo_limit));
   settings.ring.halo_limit_bytes = static_cast<std::size_t>(halo_limit);
-  if (command.shards == "even") settings.shards = Shards::even(inputs.problem.tokens, count);
-  else if (command.shards == "zigzag") settings.shards = Shards::zigzag(inputs.problem.tokens, count);
+  if (command.shards == "even") settings.shards = Shards::even(inputs.problem.tokens, ranks);
+  else if (command.shards == "zigzag") settings.shards = Shards::zigzag(inputs.problem.tokens, ranks);
   else throw InvalidArgument("shards", fmt::format("--shards is '{}': give even or zigzag", command.shards));
-  if (!settings.out.empty()) {
-    const Problem& p = inputs.problem;
-    settings.out_shape = inputs.files[0]                 ? inputs.files[0]->header.shape
-                         : inputs.layout == Layout::bnhd ? std::vector{p.batch, p.tokens, p.heads, p.head_dim}
-                                                         : std::vector{p.batch, p.heads, p.tokens, p.head_dim};
-  }
+  settings.out = command.out;
+  const Problem& p = inputs.problem;
+  settings.out_shape = inputs.files[0]                 ? inputs.files[0]->header.shape
+                       : inputs.layout == Layout::bnhd ? std::vector{p.batch, p.tokens, p.heads, p.head_dim}
+                                                       : std::vector{p.batch, p.heads, p.tokens, p.head_dim};
+  return settings;
+}
+
+int run(const RingCommand& command) {
+  check_names(command);
+  ProblemChoice choice = command.problem.resolve();
+  // Over somebody's arrays the ring computes what attend computes; over random numbers, what the demo shows.
+  if (!command.q.empty() && !command.problem.pattern_given()) choice.pattern = Pattern::dense();
+  const std::shared_ptr<Communicator> mpi = join_processes(command);
+  const int count = mpi ? mpi->size() : command.ranks;
+  const RingInputs inputs = read_inputs(command, choice);
+  const RingSettings settings = settings_of(command, choice, inputs, count);
+  std::optional<OutputFile> trace;
+  if (!command.trace.empty() && (!mpi || mpi->rank() == 0)) trace.emplace(command.trace);
 
   OneDevice whole(inputs, settings);
   std::vector<Json> ranks;
@@ -242,15 +313,14 @@ int run(const RingCommand& command) {
       for (const std::string& text : texts) ranks.push_back(Json::parse(text));
     }
   };
-  try {
-    if (count == 1) as_rank(nullptr);
-    else if (mpi) as_rank(mpi);
-    else run_local_ranks(count, as_rank);
-  } catch (...) {
-    if (!settings.out.empty()) MappedOutput::discard(settings.out);
-    throw;
-  }
+  if (count == 1) as_rank(nullptr);
+  else if (mpi) as_rank(mpi);
+  else run_local_ranks(count, as_rank);
   if (ranks.empty()) return kSuccess;  // rank 0 speaks
+  if (trace) {
+    write_trace(*trace, ranks);
+    trace->commit();
+  }
   return report(command, inputs, settings, mpi ? "mpi" : "local", std::move(ranks));
 }
 
@@ -279,7 +349,7 @@ Command add_ring(CLI::App& app) {
       ->type_name("SECONDS");
   parser->add_option("--halo-limit", command->halo_limit, "Most bytes of remote rows at a time; beyond it, rounds")
       ->type_name("BYTES");
-  parser->add_option("--repeat", command->repeat, "Runs; times are medians")->type_name("COUNT");
+  parser->add_option("--repeat,--repeats", command->repeat, "Runs; times are medians")->type_name("COUNT");
   const auto file = [&](const char* name, std::string& target, const char* meaning) {
     add_file_option(*parser, name, target, meaning)->group("Files");
   };
@@ -290,7 +360,10 @@ Command add_ring(CLI::App& app) {
   file("--trace", command->trace, "What each rank did when, for ui.perfetto.dev");
   command->problem.add_to(*parser);
   parser->add_flag("--json", command->json, "Machine-readable output");
-  return {parser, [command] { return run(*command); }};
+  return {parser, [command, parser] {
+            command->ranks_given = parser->count("--ranks") > 0;
+            return run(*command);
+          }};
 }
 
 }  // namespace longspan::cli

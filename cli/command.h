@@ -22,6 +22,10 @@ struct Command {
   std::function<int()> run;
 };
 
+/// What main() does once signals are handled: parses, runs one command, and turns errors into one line on stderr and an
+/// exit code.
+int run_command_line(int count, const char* const* values);
+
 Command add_demo(CLI::App& app);
 Command add_attend(CLI::App& app);
 Command add_ring(CLI::App& app);

@@ -6,7 +6,12 @@
 #include <csignal>
 #include <cstdint>
 #include <ctime>
+#include <exception>
+#include <new>
+#include <string_view>
 
+#include "command.h"
+#include "files/temporaries.h"
 #include "longspan/error.h"
 
 namespace longspan::cli {
@@ -34,8 +39,37 @@ extern "C" void remember_signal(int number) {
     received_signal.store(number);
     first_signal_time.store(now());
   } else if (now() - first_signal_time.load() > kPatience) {
+    remove_temporaries();
     _exit(128 + number);
   }
+}
+
+/// Ends the process without destructors.
+[[noreturn]] void leave(std::string_view message, int code) {
+  remove_temporaries();
+  [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, message.data(), message.size());
+  _exit(code);
+}
+
+/// Inputs are memory-mapped: a page that is gone when it is read is this signal.
+extern "C" void input_vanished(int) {
+  leave("longspan: an input file became shorter while it was read, or its disk failed\n", kFailure);
+}
+
+std::terminate_handler default_terminate = nullptr;
+
+/// Memory that runs out inside a noexcept function (the option parser has some) ends here.
+[[noreturn]] void on_terminate() {
+  if (const std::exception_ptr error = std::current_exception()) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::bad_alloc&) {
+      leave("longspan: out of memory\n", kFailure);
+    } catch (...) {}
+  }
+  remove_temporaries();
+  default_terminate();
+  _exit(kFailure);
 }
 
 }  // namespace
@@ -49,6 +83,10 @@ void handle_signals() {
   ignore.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &ignore, nullptr);
   sigaction(SIGXFSZ, &ignore, nullptr);
+  struct sigaction vanished = {};
+  vanished.sa_handler = input_vanished;
+  sigaction(SIGBUS, &vanished, nullptr);
+  default_terminate = std::set_terminate(on_terminate);
 }
 
 const std::atomic<bool>& interrupted() { return interrupted_flag; }

@@ -3,15 +3,15 @@
 
 #include <fmt/format.h>
 #include <unistd.h>
-#if defined(__aarch64__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-#endif
+
+#include <algorithm>
+#include <fstream>
 
 #include "console.h"
 #include "longspan/error.h"
 #include "longspan/machine.h"
 #include "longspan/threads.h"
+#include "text.h"
 
 namespace longspan::cli {
 
@@ -44,29 +44,44 @@ std::string device_summary(Device device) {
                      short_bytes(static_cast<double>(facts.memory_bytes)));
 }
 
-std::vector<std::string> instruction_sets() {
+std::vector<std::string> instruction_sets_of(std::string_view flags) {
+  constexpr std::pair<std::string_view, const char*> kSets[] = {{"sse4_2", "sse4.2"},
+                                                                {"avx", "avx"},
+                                                                {"avx2", "avx2"},
+                                                                {"fma", "fma"},
+                                                                {"avx512f", "avx512f"},
+                                                                {"avx512bw", "avx512bw"},
+                                                                {"avx512vl", "avx512vl"},
+                                                                {"avx512_vnni", "avx512vnni"},
+                                                                {"avx512_bf16", "avx512bf16"},
+                                                                {"amx_tile", "amx-tile"},
+                                                                {"amx_bf16", "amx-bf16"},
+                                                                {"asimd", "neon"},
+                                                                {"asimdhp", "neon-fp16"},
+                                                                {"sve", "sve"}};
+  const std::string padded = fmt::format(" {} ", flags);
   std::vector<std::string> names;
-  [[maybe_unused]] const auto add = [&](bool present, const char* name) {
-    if (present) names.emplace_back(name);
-  };
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  add(__builtin_cpu_supports("sse4.2"), "sse4.2");
-  add(__builtin_cpu_supports("avx"), "avx");
-  add(__builtin_cpu_supports("avx2"), "avx2");
-  add(__builtin_cpu_supports("fma"), "fma");
-  add(__builtin_cpu_supports("avx512f"), "avx512f");
-  add(__builtin_cpu_supports("avx512bw"), "avx512bw");
-  add(__builtin_cpu_supports("avx512vl"), "avx512vl");
-  add(__builtin_cpu_supports("avx512vnni"), "avx512vnni");
-  add(__builtin_cpu_supports("avx512bf16"), "avx512bf16");
-#elif defined(__aarch64__)
-  const unsigned long capabilities = getauxval(AT_HWCAP);
-  add((capabilities & HWCAP_ASIMD) != 0, "neon");
-  add((capabilities & HWCAP_ASIMDHP) != 0, "neon-fp16");
-  add((capabilities & HWCAP_SVE) != 0, "sve");
-#endif
+  for (const auto& [flag, name] : kSets) {
+    if (padded.find(fmt::format(" {} ", flag)) != std::string::npos) names.emplace_back(name);
+  }
   return names;
+}
+
+std::vector<std::string> instruction_sets() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with("flags") && !line.starts_with("Features")) continue;  // x86, ARM
+    return instruction_sets_of(std::string_view(line).substr(std::min(line.find(':') + 1, line.size())));
+  }
+  return {};
+}
+
+std::string why_no_kernel(const Plan& plan, Pass pass) {
+  const Device device = plan.problem().device;
+  if (device.type == DeviceType::cpu || !gpus().empty() || !plan.options().kernel.empty())
+    return printable(plan.why_no_kernel(pass));  // it quotes an environment variable
+  return fmt::format("no kernel can run this {} on {}: {}", pass == Pass::forward ? "forward" : "backward",
+                     to_string(device), why_no_gpu());
 }
 
 }  // namespace longspan::cli

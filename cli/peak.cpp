@@ -4,7 +4,6 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-
 #endif
 
 #include <algorithm>
@@ -13,8 +12,9 @@
 #include <numeric>
 #include <vector>
 
+#include "gpu/gpu.h"
 #include "interrupt.h"
-#include "longspan/attention.h"
+#include "longspan/threads.h"
 #include "util/parallel.h"
 
 namespace longspan::cli {
@@ -126,31 +126,33 @@ FmaFunction widest_fma() {
   return fma_baseline<Element>;
 }
 
-/// Whether this CPU runs a kernel of the library for bfloat16, and so has its instructions.
-[[maybe_unused]] bool runs(std::string_view kernel) {
-  Problem problem;
-  problem.dtype = DType::bf16;
-  problem.tokens = problem.query_rows = 64;
-  const Plan plan(Pattern::dense(), {}, problem);
-  const std::vector<KernelVerdict> verdicts = plan.kernel_verdicts(Pass::forward);
-  return std::any_of(verdicts.begin(), verdicts.end(),
-                     [&](const KernelVerdict& verdict) { return verdict.kernel == kernel && verdict.can_run; });
+/// The instructions exist: a kernel that uses them has run.
+FmaFunction products_of(Arithmetic arithmetic) {
+  switch (arithmetic) {
+#if defined(__x86_64__)
+    case Arithmetic::bf16_tiles:
+      return tiles_bf16;
+    case Arithmetic::bf16_pairs:
+      return dot_bf16;
+#endif
+    case Arithmetic::float64:
+      return widest_fma<double>();
+    default:
+      return widest_fma<float>();
+  }
 }
 
-/// Multiply-adds of a vector for a storage type: bfloat16 has its own where the CPU multiplies pairs of them.
-FmaFunction vector_products(DType dtype) {
-#if defined(__x86_64__)
-  if (dtype == DType::bf16 && runs("cpu-avx512-bf16")) return dot_bf16;
-#endif
-  return dtype == DType::f64 ? widest_fma<double>() : widest_fma<float>();
-}
-
-/// Tiles of bfloat16, or null.
-FmaFunction tile_products() {
-#if defined(__x86_64__)
-  if (runs("cpu-amx")) return tiles_bf16;
-#endif
-  return nullptr;
+const char* source_of(Arithmetic arithmetic) {
+  switch (arithmetic) {
+    case Arithmetic::bf16_tiles:
+      return "products of AMX tiles on registers";
+    case Arithmetic::bf16_pairs:
+      return "AVX512-BF16 products of pairs on registers";
+    case Arithmetic::float64:
+      return "multiply-adds of float64 vectors on registers";
+    default:
+      return "multiply-adds of float32 vectors on registers";
+  }
 }
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
@@ -182,11 +184,19 @@ double measure(FmaFunction function, int threads) {
 
 }  // namespace
 
-double measured_peak_gflops(DType dtype, int threads) { return measure(vector_products(dtype), threads); }
+Arithmetic arithmetic_of(std::string_view kernel, DType dtype) {
+  if (kernel == "cpu-amx") return Arithmetic::bf16_tiles;
+  if (kernel == "cpu-avx512-bf16") return Arithmetic::bf16_pairs;
+  return dtype == DType::f64 || kernel == "reference" ? Arithmetic::float64 : Arithmetic::float32;
+}
 
-std::optional<double> measured_tile_peak_gflops(int threads) {
-  const FmaFunction products = tile_products();
-  return products ? std::optional(measure(products, threads)) : std::nullopt;
+Peak measured_peak(Device device, DType dtype, std::string_view kernel) {
+  if (device.type == DeviceType::cuda) {
+    const GpuPeak found = measured_gpu_peak(device, dtype);
+    return {found.gflops, found.source};
+  }
+  const Arithmetic arithmetic = arithmetic_of(kernel, dtype);
+  return {measure(products_of(arithmetic), num_threads()), source_of(arithmetic)};
 }
 
 }  // namespace longspan::cli

@@ -1,18 +1,25 @@
 // The arithmetic this machine can do at best, measured: what a kernel's GFLOP/s are a fraction of.
 #pragma once
 
-#include <optional>
+#include <string>
+#include <string_view>
 
 #include "longspan/tensor_view.h"
 
 namespace longspan::cli {
 
-/// GFLOP/s of vector multiply-adds on registers with `threads` threads, the best of several short runs: float64 for
-/// f64, pairs of bfloat16 for bf16 where the CPU has them (AVX512-BF16), else float32. Takes about a third of a second.
-double measured_peak_gflops(DType dtype, int threads);
+struct Peak {
+  double gflops = 0;
+  std::string source;  ///< what was measured
+};
 
-/// The same for tiles of bfloat16 (AMX), where the CPU has them: far above the vectors', and above what a softmax
-/// between two products lets attention use.
-std::optional<double> measured_tile_peak_gflops(int threads);
+/// What a CPU kernel multiplies with: vectors of float64 or float32, pairs of bfloat16 (AVX512-BF16), tiles of bfloat16
+/// (AMX).
+enum class Arithmetic { float64, float32, bf16_pairs, bf16_tiles };
+Arithmetic arithmetic_of(std::string_view kernel, DType dtype);
+
+/// The peak that a kernel's GFLOP/s are a fraction of: on the CPU of the instructions that it uses, on registers, with
+/// as many threads as kernels get; on a GPU of a matrix product. The best of several short runs: a third of a second.
+Peak measured_peak(Device device, DType dtype, std::string_view kernel);
 
 }  // namespace longspan::cli

@@ -9,6 +9,7 @@
 #include <charconv>
 #include <limits>
 
+#include "console.h"
 #include "files/array.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
@@ -44,6 +45,19 @@ Value choose(std::string_view name, std::string_view text,
     names += names.empty() ? fmt::format("{}", choice) : fmt::format(" or {}", choice);
   }
   refuse(name, text, fmt::format("give {}", names));
+}
+
+/// Lists in the wrong order make a legal pattern, whose strands hold one row each: hardly ever what was meant.
+void warn_of_swapped_lists(const Pattern& pattern) {
+  for (std::size_t i = 0; i < pattern.branches().size(); ++i) {
+    const Branch& branch = pattern.branches()[i];
+    if (branch.dilation <= branch.segment) continue;
+    note(
+        "longspan: warning: branch {} has dilation {} in segments of {}, so that each row attends to one row at most: "
+        "are --segments and --dilations swapped?",
+        i, branch.dilation, branch.segment);
+    return;
+  }
 }
 
 /// A custom block mask from a file of booleans.
@@ -223,6 +237,7 @@ ProblemChoice ProblemOptions::resolve() const {
   choice.seed = parse_number<std::uint64_t>("seed", seed_, "give a whole number from 0 to 2^64 - 1");
 
   choice.pattern = resolve_pattern();
+  warn_of_swapped_lists(choice.pattern);
   choice.options.causal = causal_;
   choice.options.dropout = parse_number<double>("dropout", dropout_, "give a probability in [0, 1), such as 0.1");
   if (!(choice.options.dropout >= 0 && choice.options.dropout < 1)) {

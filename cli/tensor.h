@@ -44,7 +44,7 @@ class Tensor {
   TensorView view_;
 };
 
-/// Throws OutOfMemory if `bytes` are more than the device could ever give; better now than by the kernel's killer.
+/// Throws OutOfMemory if `bytes` are more than the device has: an error here instead of a kill by the OOM killer later.
 void require_memory(double bytes, Device device);
 
 /// Everything one training step touches, with random q, k, v and dout.

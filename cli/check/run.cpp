@@ -269,6 +269,8 @@ std::vector<CaseResult> run_case(const CheckCase& one, Device device, std::strin
       results.push_back(run_kernel(one, inputs, device, forward[i].kernel, backward[i].can_run, expected));
     } catch (const Cancelled&) {
       throw;
+    } catch (const OutOfMemory&) {  // says nothing about the kernel
+      throw;
     } catch (const Error& error) {  // a kernel that said it could run must run
       CaseResult result;
       result.kernel = forward[i].kernel;

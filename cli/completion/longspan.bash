@@ -2,7 +2,7 @@
 
 _longspan() {
   local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD - 1]}" command="" word
-  local commands="demo attend ring plan show info check bench"
+  local commands="demo attend ring plan show info check bench help"
   local problem="--tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys
     --pattern --mask --block-size --causal --dropout --scale --layout --device --threads --kernel --seed --json --help"
   for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
@@ -23,7 +23,7 @@ _longspan() {
       return
       ;;
     --tokens | --batch | --heads | --kv-heads | --head-dim | --segments | --dilations | --pattern | --block-size | --head | --cells | --dropout | --scale | \
-      --threads | --kernel | --seed | --random | --case | --repeats | --query-ranges | --ranks | --deadline | --halo-limit | --repeat)
+      --threads | --kernel | --seed | --random | --case | --query-ranges | --ranks | --deadline | --halo-limit | --repeat | --repeats)
       return # a value that only the user knows
       ;;
     *)
@@ -36,7 +36,8 @@ _longspan() {
         show) choices="$problem --head --cells --svg --mask-out --ascii" ;;
         info) choices="$problem --why" ;;
         check) choices="$problem --random --case" ;;
-        bench) choices="dilated dense block-sparse $problem --repeats --forward-only" ;;
+        help) choices="$commands --help" ;;
+        bench) choices="dilated dense block-sparse $problem --repeat --forward-only" ;;
       esac
       ;;
   esac

@@ -31,9 +31,7 @@ std::optional<struct stat> status_of(const std::string& path) {
   return status;
 }
 
-bool is_null_device(const struct stat& status) {
-  return S_ISCHR(status.st_mode) && status.st_rdev == makedev(1, 3);
-}
+bool is_null_device(const struct stat& status) { return S_ISCHR(status.st_mode) && status.st_rdev == makedev(1, 3); }
 
 bool same_inode(const struct stat& left, const struct stat& right) {
   return left.st_dev == right.st_dev && left.st_ino == right.st_ino;
@@ -73,7 +71,9 @@ NamedFile array_file(std::string option, const std::string& location) {
   return {std::move(option), location, location.empty() ? Location{} : parse_location(location)};
 }
 
-NamedFile text_file(std::string option, const std::string& path) { return {std::move(option), path, {path, "", false}}; }
+NamedFile text_file(std::string option, const std::string& path) {
+  return {std::move(option), path, {path, "", false}};
+}
 
 std::string final_target(const std::string& path) {
   constexpr int kMostLinks = 40;  // as many as the kernel follows
@@ -103,14 +103,15 @@ bool is_standard_output(const std::string& path) {
   if (path == "-" || path == "/dev/stdout" || path == "/dev/fd/1" || path == "/proc/self/fd/1") return true;
   const auto status = status_of(path);
   struct stat output = {};
-  return is_special(path) && !is_null_device(*status) &&
-         fstat(STDOUT_FILENO, &output) == 0 && same_inode(*status, output);
+  return is_special(path) && !is_null_device(*status) && fstat(STDOUT_FILENO, &output) == 0 &&
+         same_inode(*status, output);
 }
 
 void check_ending(const NamedFile& output, const std::vector<std::string_view>& endings) {
   const std::string& path = output.place.path;
   if (output.location.empty() || is_standard_output(path) || is_special(path)) return;
-  if (const auto status = status_of(path); status && S_ISDIR(status->st_mode)) refuse(output, "this is a folder: give a file name");
+  if (const auto status = status_of(path); status && S_ISDIR(status->st_mode))
+    refuse(output, "this is a folder: give a file name");
   if (std::any_of(endings.begin(), endings.end(), [&](std::string_view end) { return path.ends_with(end); })) return;
   refuse(output, fmt::format("give a file that ends in {}", fmt::join(endings, " or ")));
 }

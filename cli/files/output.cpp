@@ -17,6 +17,7 @@
 #include "files/names.h"
 #include "files/npy.h"
 #include "files/safetensors.h"
+#include "files/temporaries.h"
 #include "interrupt.h"
 #include "longspan/error.h"
 
@@ -76,6 +77,7 @@ OutputFile::OutputFile(const std::string& path) : path_(path), target_(final_tar
     temporary_.clear();
     fail("create", error);
   }
+  remember_temporary(temporary_);
   if (fchmod(descriptor_, permissions_for(exists ? &status : nullptr)) != 0) {
     const int error = errno;
     discard();
@@ -89,11 +91,22 @@ void OutputFile::discard() noexcept {
   if (descriptor_ >= 0) close(descriptor_);
   descriptor_ = -1;
   if (!temporary_.empty()) unlink(temporary_.c_str());
+  forget_temporary(temporary_);
   temporary_.clear();
 }
 
 void OutputFile::fail(std::string_view doing, int error) const {
   throw IoError(fmt::format("cannot {} '{}': {}", doing, path_, std::strerror(error)));
+}
+
+void OutputFile::reserve(std::size_t bytes) {
+  if (temporary_.empty() || bytes == 0) return;
+  // Not posix_fallocate: where the file system cannot do it, glibc would write to every block.
+  while (fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) != 0) {
+    if (errno == EOPNOTSUPP || errno == ENOSYS) return;
+    if (errno != EINTR) fail("write", errno);
+    stop_if_interrupted();
+  }
 }
 
 void OutputFile::write(std::span<const std::byte> bytes) {
@@ -113,6 +126,7 @@ void OutputFile::commit() {
   if (close(std::exchange(descriptor_, -1)) != 0) fail("write", errno);
   if (!durable) return;
   if (std::rename(temporary_.c_str(), target_.c_str()) != 0) fail("rename to", errno);
+  forget_temporary(temporary_);
   temporary_.clear();
   // The rename is on disk only once the folder is; a file system that cannot do this is no error.
   const int folder = open(folder_of(target_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -130,7 +144,20 @@ struct ArrayWriter::File {
   Location place;
   std::unique_ptr<OutputFile> output;
   std::vector<Content> contents;
+
+  std::string header() const {
+    if (!place.safetensors) return npy_header(contents[0].array.dtype, contents[0].array.shape);
+    std::vector<NamedArray> arrays;
+    for (const Content& content : contents) arrays.push_back(content.array);
+    return safetensors_header(arrays);
+  }
 };
+
+namespace {
+
+std::size_t bytes_of(const NamedArray& array) { return array_bytes(array.name, array.shape, array.dtype); }
+
+}  // namespace
 
 ArrayWriter::ArrayWriter() = default;
 ArrayWriter::~ArrayWriter() = default;
@@ -155,18 +182,22 @@ void ArrayWriter::add(const std::string& location, DType dtype, std::vector<std:
   file->contents.push_back({{place.name, dtype, std::move(shape)}, data});
 }
 
+void ArrayWriter::reserve() {
+  for (const File& file : files_) {
+    std::size_t bytes = file.header().size();
+    for (const auto& content : file.contents) bytes += bytes_of(content.array);
+    file.output->reserve(bytes);
+  }
+}
+
 void ArrayWriter::commit() {
-  for (File& file : files_) {
-    std::vector<NamedArray> arrays;
-    for (const auto& content : file.contents) arrays.push_back(content.array);
-    file.output->write(file.place.safetensors ? safetensors_header(arrays)
-                                              : npy_header(arrays[0].dtype, arrays[0].shape));
+  for (const File& file : files_) {
+    file.output->write(file.header());
     for (const auto& content : file.contents) {
-      const std::size_t bytes = array_bytes(content.array.name, content.array.shape, content.array.dtype);
-      file.output->write({static_cast<const std::byte*>(content.data), bytes});
+      file.output->write({static_cast<const std::byte*>(content.data), bytes_of(content.array)});
     }
   }
-  for (File& file : files_) file.output->commit();
+  for (const File& file : files_) file.output->commit();
 }
 
 }  // namespace longspan::cli

@@ -21,10 +21,15 @@ class OutputFile {
   OutputFile& operator=(const OutputFile&) = delete;
   ~OutputFile();
 
+  /// Sets the space for `bytes` aside, so that a disk without it is an IoError now and not after the work. Does nothing
+  /// for pipes, and on file systems that cannot do it; there, write() reports the full disk.
+  void reserve(std::size_t bytes);
   void write(std::span<const std::byte> bytes);
   void write(std::string_view text) { write(std::as_bytes(std::span(text))); }
   void commit();
   const std::string& path() const { return path_; }
+  /// The temporary name, for others who write into the same file before commit().
+  const std::string& written_name() const { return temporary_; }
 
  private:
   [[noreturn]] void fail(std::string_view doing, int error) const;
@@ -44,6 +49,8 @@ class ArrayWriter {
   ~ArrayWriter();
   /// Announces an array; its data must stay valid until commit().
   void add(const std::string& location, DType dtype, std::vector<std::int64_t> shape, const void* data);
+  /// Sets the space of everything announced aside. Throws IoError where a disk is too full.
+  void reserve();
   /// Writes everything; all files are complete on disk before the first is renamed.
   void commit();
 

@@ -134,7 +134,7 @@ std::vector<std::pair<std::string, std::string>> summary_rows(const Report& repo
     for (const ReportPass& pass : run.passes) {
       rows.emplace_back(labelled(report, run, pass.name),
                         fmt::format("{}, {} ({:.0f}% of peak), kernel {}", short_duration(pass.seconds),
-                                    speed(pass.gflops), 100 * pass.gflops / run.peak_gflops, pass.kernel));
+                                    speed(pass.gflops), 100 * pass.gflops / pass.peak.gflops, pass.kernel));
     }
     for (const RowCheck& check : run.checks) worst = std::max(worst, check.over_tolerance);
     rows.emplace_back(labelled(report, run, "memory"), fmt::format("{} extra, measured", short_bytes(run.extra_bytes)));
@@ -153,7 +153,11 @@ std::string render_report(const Report& report) {
   for (const auto& [name, value] : summary_rows(report)) add_row(name, value);
   add_row("machine", report.machine);
   for (const ReportRun& run : report.runs) {
-    add_row(run.device, fmt::format("{}, peak {} measured: {}", run.summary, speed(run.peak_gflops), run.peak_source));
+    add_row(run.device, run.summary);
+    for (const ReportPass& pass : run.passes) {
+      add_row(labelled(report, run, "peak of " + pass.name),
+              fmt::format("{} measured: {}", speed(pass.peak.gflops), pass.peak.source));
+    }
   }
   add_row("pattern", plan.pattern().to_string() + (plan.options().causal ? ", causal" : ""));
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "longspan/plan.h"
+#include "peak.h"
 #include "verify.h"
 
 namespace longspan::cli {
@@ -15,6 +16,7 @@ struct ReportPass {
   std::string kernel;
   double seconds = 0;
   double gflops = 0;
+  Peak peak;  ///< of the instructions that the kernel uses
 };
 
 /// The step on one device.
@@ -24,8 +26,6 @@ struct ReportRun {
   bool verified = false;
   std::vector<ReportPass> passes;
   std::vector<RowCheck> checks;
-  double peak_gflops = 0;
-  std::string peak_source;
   double extra_bytes = 0;
 };
 

@@ -4,92 +4,26 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <functional>
 
 #include "gpu/gpu.h"
 #include "interrupt.h"
 #include "random.h"
-#include "ring/mapped_output.h"
 #include "ring/ranks.h"
-#include "util/half.h"
+#include "ring/ring_check.h"
+#include "ring/rows.h"
+#include "ring/shared_output.h"
 
 namespace longspan::cli {
 namespace {
-
-std::size_t row_bytes(const ConstTensorView& view) {
-  return static_cast<std::size_t>(view.columns() * size_of(view.dtype));
-}
-const std::byte* row_at(const ConstTensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head) {
-  return static_cast<const std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype);
-}
-
-/// body(row of the rank, position) over its rows.
-template <class Body>
-void for_each_position(std::span<const RowRange> ranges, Body&& body) {
-  std::int64_t row = 0;
-  for (const RowRange& range : ranges) {
-    for (std::int64_t position = range.start; position < range.start + range.count; ++position) body(row++, position);
-  }
-}
-
-double number(const std::byte* row, DType dtype, std::int64_t column) {
-  switch (dtype) {
-    case DType::f64:
-      return reinterpret_cast<const double*>(row)[column];
-    case DType::bf16:
-      return to_float(reinterpret_cast<const BFloat16*>(row)[column]);
-    case DType::f16:
-      return to_float(reinterpret_cast<const Float16*>(row)[column]);
-    default:
-      return reinterpret_cast<const float*>(row)[column];
-  }
-}
-
-struct Difference {
-  bool same_bits = true;
-  double error = 0;  // relative to the largest value
-};
-
-Difference compare(const ConstTensorView& mine, const ConstTensorView& whole, std::span<const RowRange> ranges) {
-  Difference found;
-  double largest = 0, error = 0;
-  for_each_position(ranges, [&](std::int64_t row, std::int64_t position) {
-    for (std::int64_t entry = 0; entry < mine.batch(); ++entry) {
-      for (std::int64_t head = 0; head < mine.heads(); ++head) {
-        const std::byte *a = row_at(mine, entry, row, head), *b = row_at(whole, entry, position, head);
-        if (std::memcmp(a, b, row_bytes(mine)) != 0) found.same_bits = false;
-        for (std::int64_t column = 0; column < mine.columns(); ++column) {
-          const double x = number(a, mine.dtype, column), y = number(b, mine.dtype, column);
-          if (std::isfinite(y)) largest = std::max(largest, std::abs(y));
-          if (x != y) error = std::isfinite(x - y) ? std::max(error, std::abs(x - y)) : INFINITY;
-        }
-      }
-    }
-  });
-  found.error = error / std::max(largest, 1e-30);
-  return found;
-}
-
-/// Sums in another order, and one rounding of 16-bit results on either side.
-double tolerance(DType dtype) {
-  switch (dtype) {
-    case DType::f64:
-      return 1e-10;
-    case DType::bf16:
-      return 0x1p-7;
-    case DType::f16:
-      return 0x1p-10;
-    default:
-      return 1e-5;
-  }
-}
 
 Json describe_report(const RingReport& report, double seconds) {
   Json events = Json::array();
   for (const RingEvent& event : report.events)
     events.push_back({{"name", event.name}, {"begin", event.begin}, {"end", event.end}});
-  return {{"bytes_received", report.bytes_received},
+  return {{"kernel", report.kernel},
+          {"bytes_received", report.bytes_received},
           {"bytes_sent", report.bytes_sent},
           {"messages_received", report.messages_received},
           {"messages_sent", report.messages_sent},
@@ -191,10 +125,11 @@ const OneDevice::Results& OneDevice::results() {
     const KeyPiece everything{0, 1, r.k.view(), r.v.view()};
     if (p.device.type == DeviceType::cuda) call.pieces = {&everything, 1};
     const auto bring_home = [&](std::initializer_list<Tensor*> tensors) {
+      if (p.device.type == DeviceType::cpu) return;
       for (Tensor* const tensor : tensors) *tensor = tensor->on({});
     };
     with_rings_kernel(Pass::forward).forward(r.q.view(), r.k.view(), r.v.view(), r.out.view(), r.lse.view(), call);
-    if (!settings_.backward) return bring_home({&r.out, &r.lse});
+    if (!settings_.backward) return bring_home({&r.q, &r.k, &r.v, &r.out, &r.lse});
     r.dout = inputs_.rows(3, {&all, 1});
     r.dq = make("dq", p.heads);
     r.dk = make("dk", p.kv_heads);
@@ -202,118 +137,164 @@ const OneDevice::Results& OneDevice::results() {
     with_rings_kernel(Pass::backward)
         .backward(r.q.view(), r.k.view(), r.v.view(), r.out.view(), r.lse.view(), r.dout.view(), r.dq.view(),
                   r.dk.view(), r.dv.view(), call);
-    bring_home({&r.out, &r.lse, &r.dq, &r.dk, &r.dv});
+    bring_home({&r.q, &r.k, &r.v, &r.dout, &r.out, &r.lse, &r.dq, &r.dk, &r.dv});
   });
   return *results_;
 }
 
+namespace {
+
+/// One rank's tensors, and the steps of its run.
+class Rank {
+ public:
+  Rank(const RingInputs& inputs, const RingSettings& settings, const std::shared_ptr<Communicator>& communicator,
+       OneDevice& whole)
+      : inputs_(inputs),
+        settings_(settings),
+        communicator_(communicator),
+        whole_(whole),
+        rank_(communicator ? communicator->rank() : 0),
+        ranges_(settings.shards.ranges(rank_)),
+        ring_(Attention(settings.pattern, settings.options), communicator, settings.shards, settings.ring) {
+    call_.cancel = &interrupted();
+    call_.dropout_seed = inputs.seed;
+  }
+
+  Json run() {
+    begin_output();
+    const Problem& p = inputs_.problem;
+    q_ = inputs_.rows(0, ranges_);
+    k_ = inputs_.rows(1, ranges_);
+    v_ = inputs_.rows(2, ranges_);
+    out_ = tensor("out", p.heads);
+    lse_ = Tensor::lse("lse", p.batch, rows(), p.heads, p.dtype == DType::f64 ? DType::f64 : DType::f32, p.device);
+    const auto plan = ring_.plan(q_.view(), k_.view(), call_);
+    const ExchangePlan exchange(*plan, settings_.shards, rank_);
+    json_ = {{"rank", rank_},
+             {"rows", rows()},
+             {"planned_bytes_received", exchange.bytes_received()},
+             {"planned_bytes_sent", exchange.bytes_sent()}};
+    json_.update(forward());
+    if (settings_.backward) json_["backward"] = backward();
+    std::size_t bytes = 0;
+    for (const Tensor* one : {&q_, &k_, &v_, &out_, &lse_, &dout_, &dq_, &dk_, &dv_}) bytes += one->bytes();
+    json_["tensor_bytes"] = bytes;
+    if (settings_.verify) verify();
+    write_output();
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
+    json_["process_peak_bytes"] = static_cast<std::int64_t>(usage.ru_maxrss) * 1024;
+    return std::move(json_);
+  }
+
+ private:
+  std::int64_t rows() const { return settings_.shards.rows(rank_); }
+  Tensor tensor(const char* name, std::int64_t heads) const {
+    const Problem& p = inputs_.problem;
+    return Tensor(name, p.dtype, Layout::bnhd, p.batch, rows(), heads, p.head_dim, p.device);
+  }
+  bool on_gpu() const { return inputs_.problem.device.type == DeviceType::cuda; }
+  void together() const {
+    if (communicator_) barrier(*communicator_, settings_.ring.deadline);
+  }
+
+  /// Median time of a call. (A GPU is still computing when the call returns.)
+  Json repeat(const std::function<void()>& work) {
+    std::vector<double> seconds;
+    std::int64_t rounds = 0;
+    for (int i = 0; i < settings_.repeat; ++i) {
+      together();
+      const double on_device = seconds_on(inputs_.problem.device, work);
+      seconds.push_back(on_gpu() ? on_device : ring_.report().total_seconds);
+      rounds = ring_.report().rounds;
+    }
+    rounds_ = std::max(rounds_, rounds);
+    return describe_report(ring_.report(), median(std::move(seconds)));
+  }
+  Json forward() {
+    return repeat([&] {
+      ring_.forward(q_.view(), k_.view(), v_.view(), out_.view(), lse_.view(), call_,
+                    settings_.backward ? &halo_ : nullptr);
+    });
+  }
+  Json backward() {
+    const Problem& p = inputs_.problem;
+    dout_ = inputs_.rows(3, ranges_);
+    dq_ = tensor("dq", p.heads);
+    dk_ = tensor("dk", p.kv_heads);
+    dv_ = tensor("dv", p.kv_heads);
+    return repeat([&] {
+      ring_.backward(q_.view(), k_.view(), v_.view(), out_.view(), lse_.view(), dout_.view(), dq_.view(), dk_.view(),
+                     dv_.view(), call_, &halo_);
+    });
+  }
+
+  /// The same bits, where nothing is mixed or summed in another order; else equal up to rounding.
+  void verify() {
+    std::vector<Tensor> copies;
+    copies.reserve(5);
+    const auto host = [&](const Tensor& there) -> ConstTensorView {
+      if (!on_gpu() || there.bytes() == 0) return there.view();
+      return copies.emplace_back(there.on({})).view();
+    };
+    const OneDevice::Results& all = whole_.results();
+    const WholeResults whole{all.q.view(),   all.k.view(),  all.v.view(),  all.dout.view(), all.out.view(),
+                             all.lse.view(), all.dq.view(), all.dk.view(), all.dv.view()};
+    const WholeResults mine{{}, {}, {}, {}, host(out_), host(lse_), host(dq_), host(dk_), host(dv_)};
+    const Attention attention(settings_.pattern, settings_.options);
+    const bool in_rounds = json_["rounds"].get<std::int64_t>() > 0;
+    bool bits = true, verified = true;
+    json_["checks"] = Json::array();
+    for (const RingCheck& check : check_ring(attention, call_, whole, mine, ranges_, rounds_)) {
+      const bool forward = check.name == "out" || check.name == "lse";
+      if (forward) bits = bits && check.same_bits;
+      verified = verified && check.ok() && (check.same_bits || !forward || in_rounds);
+      json_["checks"].push_back(describe(check));
+    }
+    json_["bit_identical"] = bits;
+    json_["verified"] = verified;
+  }
+
+  /// Before any work, so that a disk without the space is an error at once.
+  void begin_output() {
+    if (settings_.out.empty()) return;
+    if (rank_ == 0) {
+      output_.emplace(settings_.out);
+      begin_shared_output(*output_, array());
+      output_name_ = output_->written_name();
+    }
+    if (communicator_) output_name_ = broadcast(*communicator_, output_name_, settings_.ring.deadline);
+  }
+  void write_output() {
+    if (settings_.out.empty()) return;
+    const Tensor copy = on_gpu() ? out_.on({}) : Tensor();
+    write_shared_rows(output_name_, array(), on_gpu() ? copy.view() : out_.view(), ranges_);
+    together();
+    if (output_) output_->commit();
+  }
+  SharedArray array() const { return {inputs_.problem.dtype, inputs_.layout, settings_.out_shape}; }
+
+  const RingInputs& inputs_;
+  const RingSettings& settings_;
+  const std::shared_ptr<Communicator>& communicator_;
+  OneDevice& whole_;
+  const int rank_;
+  const std::span<const RowRange> ranges_;
+  Ring ring_;
+  Call call_;
+  RingHalo halo_;
+  Tensor q_, k_, v_, out_, lse_, dout_, dq_, dk_, dv_;
+  std::int64_t rounds_ = 0;
+  std::optional<OutputFile> output_;  // rank 0
+  std::string output_name_;
+  Json json_;
+};
+
+}  // namespace
+
 Json run_rank(const RingInputs& inputs, const RingSettings& settings, const std::shared_ptr<Communicator>& communicator,
               OneDevice& whole) {
-  const int rank = communicator ? communicator->rank() : 0;
-  const Problem& p = inputs.problem;
-  const auto ranges = settings.shards.ranges(rank);
-  const std::int64_t rows = settings.shards.rows(rank);
-  const Tensor q = inputs.rows(0, ranges), k = inputs.rows(1, ranges), v = inputs.rows(2, ranges);
-  const auto make = [&](const char* name, std::int64_t heads) {
-    return Tensor(name, p.dtype, Layout::bnhd, p.batch, rows, heads, p.head_dim, p.device);
-  };
-  const Tensor out = make("out", p.heads);
-  const Tensor lse =
-      Tensor::lse("lse", p.batch, rows, p.heads, p.dtype == DType::f64 ? DType::f64 : DType::f32, p.device);
-  Call call;
-  call.cancel = &interrupted();
-  call.dropout_seed = inputs.seed;
-  Ring ring(Attention(settings.pattern, settings.options), communicator, settings.shards, settings.ring);
-  const auto together = [&] {
-    if (communicator) meet(*communicator, settings.ring.deadline);
-  };
-
-  const auto plan = ring.plan(q.view(), k.view(), call);
-  const ExchangePlan exchange(*plan, settings.shards, rank);
-  Json json = {{"rank", rank},
-               {"rows", rows},
-               {"planned_bytes_received", exchange.bytes_received()},
-               {"planned_bytes_sent", exchange.bytes_sent()},
-               {"kernel", whole.kernel(Pass::forward)}};
-  // A GPU is still computing when the call returns.
-  const auto timed = [&](const std::function<void()>& work) {
-    if (p.device.type == DeviceType::cuda) return seconds_on(p.device, work);
-    work();
-    return ring.report().total_seconds;
-  };
-  std::vector<double> seconds;
-  RingHalo halo;
-  for (int i = 0; i < settings.repeat; ++i) {
-    together();
-    seconds.push_back(timed([&] {
-      ring.forward(q.view(), k.view(), v.view(), out.view(), lse.view(), call, settings.backward ? &halo : nullptr);
-    }));
-  }
-  const Json forward = describe_report(ring.report(), median(seconds));
-  std::size_t tensors = q.bytes() + k.bytes() + v.bytes() + out.bytes() + lse.bytes();
-  std::vector<Tensor> gradients;
-  if (settings.backward) {
-    const Tensor dout = inputs.rows(3, ranges);
-    gradients.push_back(make("dq", p.heads));
-    gradients.push_back(make("dk", p.kv_heads));
-    gradients.push_back(make("dv", p.kv_heads));
-    std::vector<double> backward_seconds;
-    for (int i = 0; i < settings.repeat; ++i) {
-      together();
-      backward_seconds.push_back(timed([&] {
-        ring.backward(q.view(), k.view(), v.view(), out.view(), lse.view(), dout.view(), gradients[0].view(),
-                      gradients[1].view(), gradients[2].view(), call, &halo);
-      }));
-    }
-    json["backward"] = describe_report(ring.report(), median(backward_seconds));
-    tensors += dout.bytes() + gradients[0].bytes() + gradients[1].bytes() + gradients[2].bytes();
-  }
-  for (const auto& [key, value] : forward.items()) json[key] = value;
-  json["tensor_bytes"] = tensors;
-
-  if (settings.verify) {
-    const OneDevice::Results& want = whole.results();
-    const Difference of_out = compare(out.on({}).view(), want.out.view(), ranges),
-                     of_lse = compare(lse.on({}).view(), want.lse.view(), ranges);
-    const bool bits = of_out.same_bits && of_lse.same_bits;
-    double error = std::max(of_out.error, of_lse.error), gradient_error = 0;
-    if (settings.backward) {
-      const Tensor* expected[] = {&want.dq, &want.dk, &want.dv};
-      for (std::size_t i = 0; i < 3; ++i)
-        gradient_error =
-            std::max(gradient_error, compare(gradients[i].on({}).view(), expected[i]->view(), ranges).error);
-      json["gradient_error"] = gradient_error;
-    }
-    const bool in_rounds = forward["rounds"].get<std::int64_t>() > 0;
-    json["bit_identical"] = bits;
-    json["largest_error"] = error;
-    json["verified"] = (bits || (in_rounds && error <= tolerance(p.dtype))) && gradient_error <= tolerance(p.dtype);
-  }
-  if (!settings.out.empty()) {
-    if (rank == 0) MappedOutput::create(settings.out, p.dtype, settings.out_shape);
-    together();
-    {
-      const Tensor written = p.device.type == DeviceType::cpu ? Tensor() : out.on({});
-      const TensorView& source = p.device.type == DeviceType::cpu ? out.view() : written.view();
-      const MappedOutput file(settings.out, p.dtype, inputs.layout, settings.out_shape);
-      for_each_position(ranges, [&](std::int64_t row, std::int64_t position) {
-        for (std::int64_t entry = 0; entry < p.batch; ++entry) {
-          for (std::int64_t head = 0; head < p.heads; ++head) {
-            std::memcpy(static_cast<std::byte*>(file.view().data) +
-                            file.view().offset(entry, position, head) * size_of(p.dtype),
-                        row_at(source, entry, row, head), row_bytes(source));
-          }
-        }
-      });
-      file.flush();
-    }
-    together();
-    if (rank == 0) MappedOutput::publish(settings.out);
-  }
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  json["process_peak_bytes"] = static_cast<std::int64_t>(usage.ru_maxrss) * 1024;
-  return json;
+  return Rank(inputs, settings, communicator, whole).run();
 }
 
 }  // namespace longspan::cli

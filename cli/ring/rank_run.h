@@ -37,7 +37,7 @@ struct RingSettings {
   bool backward = false;
   bool verify = false;
   int repeat = 1;
-  std::string out;  ///< an .npy file, or empty
+  std::string out;  ///< an .npy file as the user wrote it, or empty
   std::vector<std::int64_t> out_shape;
 };
 

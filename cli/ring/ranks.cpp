@@ -64,7 +64,24 @@ std::vector<std::string> gather(Communicator& communicator, const std::string& t
   return texts;
 }
 
-void meet(Communicator& communicator, std::chrono::milliseconds deadline) {
+std::string broadcast(Communicator& communicator, const std::string& text, std::chrono::milliseconds deadline) {
+  const auto from_first = [&](void* data, std::size_t bytes) {
+    std::vector<SendBuffer> sends;
+    std::vector<ReceiveBuffer> receives;
+    if (communicator.rank() > 0) receives.push_back({0, data, bytes});
+    for (int peer = 1; communicator.rank() == 0 && peer < communicator.size(); ++peer)
+      sends.push_back({peer, data, bytes});
+    exchange(communicator, "telling the name of the output", sends, receives, deadline);
+  };
+  std::string told = text;
+  std::uint64_t size = told.size();
+  from_first(&size, sizeof(size));
+  told.resize(size);
+  from_first(told.data(), told.size());
+  return told;
+}
+
+void barrier(Communicator& communicator, std::chrono::milliseconds deadline) {
   std::vector<char> said(static_cast<std::size_t>(communicator.size()), 1), heard(said.size());
   std::vector<SendBuffer> sends;
   std::vector<ReceiveBuffer> receives;
@@ -73,7 +90,7 @@ void meet(Communicator& communicator, std::chrono::milliseconds deadline) {
     sends.push_back({peer, &said[static_cast<std::size_t>(peer)], 1});
     receives.push_back({peer, &heard[static_cast<std::size_t>(peer)], 1});
   }
-  exchange(communicator, "meeting before the run", sends, receives, deadline);
+  exchange(communicator, "barrier before the run", sends, receives, deadline);
 }
 
 void run_local_ranks(int ranks, const std::function<void(const std::shared_ptr<Communicator>&)>& body) {

@@ -1,4 +1,4 @@
-// What the ranks of `longspan ring` say to each other beside attention: meeting, and reports to rank 0.
+// What the ranks of `longspan ring` exchange besides attention: barriers, reports to rank 0, and a text from it.
 #pragma once
 
 #include <functional>
@@ -14,8 +14,11 @@ namespace longspan::cli {
 std::vector<std::string> gather(Communicator& communicator, const std::string& text,
                                 std::chrono::milliseconds deadline);
 
+/// Rank 0's text, at every rank. All ranks call it.
+std::string broadcast(Communicator& communicator, const std::string& text, std::chrono::milliseconds deadline);
+
 /// Returns when every rank has called it.
-void meet(Communicator& communicator, std::chrono::milliseconds deadline);
+void barrier(Communicator& communicator, std::chrono::milliseconds deadline);
 
 /// Calls body(communicator) as every local rank, each on a thread of its own; rethrows the first rank's error that is
 /// not the echo of another's.

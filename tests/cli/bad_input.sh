@@ -51,7 +51,7 @@ expect 2 "kernel is 'fast'" "$longspan" check --kernel fast
 expect 2 "case is 100000" "$longspan" check --case 100000
 expect 2 "random is -1" "$longspan" check --random -1
 expect 2 "those choose their own" "$longspan" check --random 1 --tokens 16
-expect 2 "repeats is 0" "$longspan" bench dense --tokens 16 --repeats 0
+expect 2 "repeat is 0" "$longspan" bench dense --tokens 16 --repeat 0
 expect 2 "segments with bench dense" "$longspan" bench dense --segments 1
 expect 2 "nothing to time" "$longspan" bench dense --tokens 0
 expect 2 "nothing to show" "$longspan" demo --tokens 0
@@ -63,7 +63,7 @@ for command in "demo" "bench dense" "check" "attend --q a --k a --v a --out b.np
     "$longspan" $command --device cuda:60 --tokens 64
 done
 expect 0 "" "$longspan" plan --device cuda:60 --tokens 64
-grep -Eq "no kernel can run this forward: .*(cuda:60|GPU|left out of this build)" stdout || fail "plan does not say why: $(cat stdout)"
+grep -Eq "no kernel can run this forward.*(cuda:60|GPU|left out of this build)" stdout || fail "plan does not say why: $(cat stdout)"
 
 # Usage.
 expect 2 "^longspan: " "$longspan"
@@ -72,7 +72,32 @@ expect 2 "did you mean --tokens\?" "$longspan" plan --token 5
 expect 2 "" "$longspan" bench
 expect 2 "" "$longspan" bench sparse
 expect 2 "" "$longspan" attend --q a.npy
-expect 2 "" "$longspan" plan extra
+expect 2 "unexpected argument 'extra'" "$longspan" plan extra
+expect 2 "unexpected arguments 'one' 'two words' '--three'" "$longspan" plan one "two words" --three
+expect 2 "'bnch' is not a command; did you mean bench\?" "$longspan" help bnch
+
+# Options of rings that the launcher contradicts.
+expect 2 "--ranks 2 in each of 3 processes" env OMPI_COMM_WORLD_SIZE=3 "$longspan" ring --ranks 2 --tokens 64
+expect 2 "--ranks 2 in each of 3 processes" env SLURM_STEP_NUM_TASKS=3 "$longspan" ring --ranks 2 --tokens 64
+expect 0 "" env SLURM_STEP_NUM_TASKS=1 "$longspan" ring --ranks 2 --tokens 64
+expect 2 "built without MPI|3 processes were started, but MPI knows of 1" env PMI_SIZE=3 "$longspan" ring --tokens 64
+
+# Lists in the wrong order are legal, and hardly ever meant: every command that takes a pattern says so.
+for command in plan info show "demo --tokens 64" "check --heads 2" "bench dilated --tokens 64 --repeat 1" "ring --ranks 2 --tokens 64"; do
+  expect 0 "warning: branch 0 has dilation 32 in segments of 1.*swapped" "$longspan" $command --segments 1,2 --dilations 32,64
+  [ "$(wc -l <stderr)" = 1 ] || fail "more than one warning: $command"
+done
+expect 0 "swapped" "$longspan" plan --pattern "longnet 4/8"
+expect 0 "^$" bash -c '"$@"; echo >&2' _ "$longspan" plan --segments 32,64 --dilations 1,2
+
+# One line for each pass, not one reason for each kernel of the build, where a GPU is asked for and none is there.
+if "$longspan" info | grep -q '^GPUs  *none'; then
+  for command in plan info; do
+    expect 0 "" "$longspan" $command --device cuda
+    [ "$(grep -c 'no kernel can run' stdout)" = 2 ] && [ "$(grep 'no kernel can run' stdout | wc -c)" -lt 500 ] ||
+      fail "$command --device cuda: $(grep 'no kernel' stdout)"
+  done
+fi
 
 # Files: shape [1, 16, 2, 8] float32 is 1024 bytes.
 npy good.npy '<f4' '1, 16, 2, 8' 1024

@@ -14,6 +14,20 @@ for command in demo attend plan show info check bench; do
   has --tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys --pattern --causal \
     --dropout --layout --device --threads --kernel --seed --json
 done
+for command in demo attend ring plan show info check bench; do
+  expect 0 "" "$longspan" help $command
+  diff -q stdout <("$longspan" $command --help) >/dev/null || fail "help $command differs from $command --help"
+done
+expect 0 "" "$longspan" help
+diff -q stdout <("$longspan" --help) >/dev/null || fail "help differs from --help"
+
+# The manual has every command in its table, and counts them.
+words=(zero one two three four five six seven eight nine ten eleven twelve)
+commands=$("$longspan" --help | sed -n '/^Subcommands:/,/^$/s/^  \([a-z]\+\) .*/\1/p' | grep -v '^help$' | sort)
+manual=$SOURCE_DIR/docs/cli.md
+in_table=$(sed -n '/^| command | does |/,/^$/s/^| `longspan \([a-z]*\).*/\1/p' "$manual" | sort)
+[ "$commands" = "$in_table" ] || fail "the commands are $(echo $commands), the manual's table has $(echo $in_table)"
+grep -q "^One command, ${words[$(echo "$commands" | wc -l)]} verbs" "$manual" || fail "the manual miscounts the commands"
 
 # Sizes in powers of 1024, defaults as documented, and 2^40 tokens at once.
 expect 0 "" timeout 5 "$longspan" plan --tokens 1T --json
@@ -40,7 +54,7 @@ expect 0 "" "$longspan" check --pattern 'block=16 local_window(48)+random(0.2,3)
 expect 0 "" "$longspan" check --pattern 'adaptive(0.3) block=16' --tokens 200 --heads 2 --head-dim 16 --causal
 expect 0 "" "$longspan" demo --pattern 'adaptive(0.3) block=16' --tokens 600 --heads 2 --json
 has '"verified": true'
-expect 0 "" "$longspan" bench block-sparse --tokens 1024 --repeats 1 --json
+expect 0 "" "$longspan" bench block-sparse --tokens 1024 --repeat 1 --json
 has '"bench": "block-sparse"' 'random(0.05,0)' '"gflops"'
 
 expect 0 "" "$longspan" info
@@ -67,10 +81,11 @@ has '"ok": true' '"cases": 1' '"over_tolerance"'
 expect 0 "" "$longspan" check --case 3 --kernel plain
 expect 0 "" "$longspan" check --tokens 100 --segments 40 --dilations 3 --dtype f16
 
-expect 0 "" "$longspan" bench dilated --tokens 1024 --repeats 1 --json
-has '"gflops"' '"peak_gflops"' '"fraction_of_peak"' '"extra_bytes"' '"kernel"' '"threads"' '"forward"' '"backward"' '"tokens": 1024'
-expect 0 "" "$longspan" bench dense --tokens 256 --repeats 1 --forward-only --causal
-has forward GFLOP/s
+expect 0 "" "$longspan" bench dilated --tokens 1024 --repeat 1 --json
+has '"gflops"' '"peak_gflops"' '"peak_source"' '"fraction_of_peak"' '"extra_bytes"' '"kernel"' '"threads"' '"forward"' '"backward"' '"tokens": 1024'
+expect 0 "" "$longspan" bench dense --tokens 256 --repeats 1 --forward-only --causal # the other spelling
+has forward GFLOP/s "peak of the forward"
+expect 0 "" "$longspan" ring --ranks 2 --tokens 64 --repeats 2
 
 # Progress and notes stay off stdout, and colours off pipes.
 expect 0 "" env -u NO_COLOR "$longspan" check --case 0 --kernel plain

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "longspan/attention.h"
+#include "ring/ring_check.h"
 #include "verify.h"
 
 namespace longspan::cli {
@@ -77,6 +78,53 @@ TEST(Verify, FindsAWrongRowInEveryOutput) {
     EXPECT_TRUE(found) << name;
     value = right;
   }
+}
+
+/// Results of a rank that has all rows, one element of which is changed by a factor.
+std::vector<RingCheck> ring_checks(const Finished& run, const Tensor Workload::*changed, double factor,
+                                   std::int64_t rounds) {
+  const Workload copy = run.work.on({});
+  if (changed) {
+    auto* const value = static_cast<float*>((copy.*changed).data()) + 37;
+    *value = static_cast<float>(*value * factor);
+  }
+  const auto views = [](const Workload& work) {
+    return WholeResults{work.q.view(),   work.k.view(),  work.v.view(),  work.dout.view(), work.out.view(),
+                        work.lse.view(), work.dq.view(), work.dk.view(), work.dv.view()};
+  };
+  const RowRange all{0, run.plan->problem().tokens};
+  return check_ring(run.attention, {}, views(run.work), views(copy), {&all, 1}, rounds);
+}
+
+TEST(RingCheck, EqualBitsNeedNoTolerance) {
+  const Finished run(DType::bf16, true);
+  for (const RingCheck& check : ring_checks(run, nullptr, 1, 0)) {
+    EXPECT_TRUE(check.same_bits && check.ok()) << check.name;
+    EXPECT_EQ(check.worst, "");
+  }
+}
+
+TEST(RingCheck, AcceptsRoundingAndRefusesAHundredth) {
+  const Finished run(DType::f32, false);
+  constexpr const Tensor Workload::*kTensors[] = {&Workload::out, &Workload::lse, &Workload::dq, &Workload::dk,
+                                                  &Workload::dv};
+  for (std::size_t i = 0; i < std::size(kTensors); ++i) {
+    const RingCheck rounding = ring_checks(run, kTensors[i], 1 + 0x1p-22, 100)[i];
+    EXPECT_FALSE(rounding.same_bits);
+    EXPECT_TRUE(rounding.ok()) << rounding.worst;
+    EXPECT_GT(rounding.largest_difference, 0);
+    const RingCheck wrong = ring_checks(run, kTensors[i], 1.01, 100)[i];
+    EXPECT_FALSE(wrong.ok()) << wrong.name << ' ' << wrong.over_tolerance;
+    EXPECT_NE(wrong.worst.find("one device has"), std::string::npos) << wrong.worst;
+    EXPECT_EQ(ring_checks(run, kTensors[(i + 1) % 5], 1.01, 100)[i].over_tolerance, 0) << "another tensor's error";
+  }
+}
+
+TEST(RingCheck, MoreRoundsMayErrMore) {
+  const Finished run(DType::f32, false);
+  const double few = ring_checks(run, &Workload::out, 1.0001, 1)[0].over_tolerance;
+  const double many = ring_checks(run, &Workload::out, 1.0001, 10000)[0].over_tolerance;
+  EXPECT_GT(few, 1.5 * many);
 }
 
 }  // namespace

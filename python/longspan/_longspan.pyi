@@ -372,10 +372,10 @@ class Ring:
 
     def __init__(self, attention: Attention, communicator: object | None, shards: Shards, deadline: float = 60.0, halo_limit_bytes: int = 0, checksums: bool = True) -> None: ...
 
-    def forward(self, q: object, k: object, v: object, out: object, lse: object | None = None, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, stream: int = 0, keep: RingHalo | None = None) -> None:
-        """Fills out and, if given, lse."""
+    def forward(self, q: object, k: object, v: object, out: object, lse: object | None = None, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, stream: int = 0, keep: RingHalo | None = None, stop: object | None = None) -> None:
+        """Fills out and, if given, lse. stop: an event that cancels it."""
 
-    def backward(self, q: object, k: object, v: object, out: object, lse: object, dout: object, dlse: object | None, dq: object, dk: object, dv: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, stream: int = 0, kept: RingHalo | None = None) -> None:
+    def backward(self, q: object, k: object, v: object, out: object, lse: object, dout: object, dlse: object | None, dq: object, dk: object, dv: object, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, seed: int = 0, stream: int = 0, kept: RingHalo | None = None, stop: object | None = None) -> None:
         """Fills dq, dk and dv."""
 
     @property

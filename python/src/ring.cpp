@@ -211,7 +211,9 @@ struct CallData {
   SignalCheck signals;
   Call call;
 
-  CallData(nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream) {
+  CallData(nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream,
+           nb::handle stop)
+      : signals(stop) {
     call.lengths = arrays.input(lengths, "lengths", Role::lengths);
     call.key_mask = arrays.input(key_mask, "key_mask", Role::key_mask);
     call.alibi_slopes = arrays.input(alibi_slopes, "alibi_slopes", Role::alibi_slopes);
@@ -224,8 +226,9 @@ struct CallData {
 };
 
 void forward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle lengths,
-             nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream, RingHalo* keep) {
-  CallData data(lengths, key_mask, alibi_slopes, seed, stream);
+             nb::handle key_mask, nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream, RingHalo* keep,
+             nb::handle stop) {
+  CallData data(lengths, key_mask, alibi_slopes, seed, stream, stop);
   const ConstTensorView q_view = data.arrays.input(q, "q", Role::bnhd), k_view = data.arrays.input(k, "k", Role::bnhd),
                         v_view = data.arrays.input(v, "v", Role::bnhd);
   const TensorView out_view = data.arrays.output(out, "out", Role::bnhd),
@@ -235,8 +238,8 @@ void forward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle ou
 
 void backward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle dout,
               nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::handle lengths, nb::handle key_mask,
-              nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream, RingHalo* kept) {
-  CallData data(lengths, key_mask, alibi_slopes, seed, stream);
+              nb::handle alibi_slopes, std::uint64_t seed, std::uint64_t stream, RingHalo* kept, nb::handle stop) {
+  CallData data(lengths, key_mask, alibi_slopes, seed, stream, stop);
   const auto input = [&](nb::handle array, const char* name) { return data.arrays.input(array, name, Role::bnhd); };
   const auto output = [&](nb::handle array, const char* name) { return data.arrays.output(array, name, Role::bnhd); };
   const ConstTensorView q_view = input(q, "q"), k_view = input(k, "k"), v_view = input(v, "v"),
@@ -327,10 +330,11 @@ void bind_ring(nb::module_& module) {
           "checksums"_a = true)
       .def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a = nb::none(), "lengths"_a = nb::none(),
            "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "seed"_a = 0, "stream"_a = 0,
-           "keep"_a = nb::none(), "Fills out and, if given, lse.")
+           "keep"_a = nb::none(), "stop"_a = nb::none(),
+           "Fills out and, if given, lse. stop: an event that cancels it.")
       .def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a, "dlse"_a.none(), "dq"_a, "dk"_a,
            "dv"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "seed"_a = 0,
-           "stream"_a = 0, "kept"_a = nb::none(), "Fills dq, dk and dv.")
+           "stream"_a = 0, "kept"_a = nb::none(), "stop"_a = nb::none(), "Fills dq, dk and dv.")
       .def_prop_ro("rank", &Ring::rank)
       .def(
           "report", [](const Ring& ring) { return describe(ring.report()); },

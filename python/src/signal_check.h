@@ -25,16 +25,19 @@ class Interrupted : public Cancelled {
   std::shared_ptr<nb::python_error> raised_;
 };
 
-/// Lets Ctrl-C stop a call: asks Python for pending signals ten times a second, from the calling thread only.
+/// Lets Ctrl-C stop a call: asks Python for pending signals ten times a second, from the calling thread only. Threads
+/// that Python gives no signals may be given a threading.Event to look at.
 class SignalCheck {
  public:
+  explicit SignalCheck(nb::handle stop = nb::none()) : stop_(stop) {}
+
   /// The hook for Call::progress; false cancels the call.
   bool operator()() {
     const auto now = Clock::now();
     if (now - last_ < kInterval) return true;
     last_ = now;
     nb::gil_scoped_acquire lock;
-    if (PyErr_CheckSignals() == 0) return true;
+    if (PyErr_CheckSignals() == 0) return stop_.is_none() || !nb::cast<bool>(stop_.attr("is_set")());
     interruption_.emplace();  // takes the pending KeyboardInterrupt (or whatever the handler raised)
     return false;
   }
@@ -56,6 +59,7 @@ class SignalCheck {
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::milliseconds kInterval{100};
+  nb::handle stop_;
   Clock::time_point last_ = Clock::now();
   std::optional<nb::python_error> interruption_;
 };

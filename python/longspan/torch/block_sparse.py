@@ -17,7 +17,7 @@ from .._patterns import draw
 from .multihead import MultiheadDilatedAttention
 from .operator import attention
 from .options import accept_pool_arguments, check_dropout, finite, integer, integers, key_mask, warn_once
-from .ring_calls import RingCalls
+from .ring_calls import RingArguments, RingCalls
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -119,7 +119,7 @@ class _BlockSparse(RingCalls, nn.Module):
     ) -> None:
         nn.Module.__init__(self)
         accept_pool_arguments(type(self).__name__, pool_arguments)
-        self._init_ring(1 if ring_size is None else ring_size)
+        self._init_ring(RingArguments(1 if ring_size is None else ring_size))
         self.segment_lengths = integers("segment_lengths", segment_lengths)
         self.dilation_rates = integers("dilation_rates", dilation_rates)
         if len(self.segment_lengths) != len(self.dilation_rates):

@@ -42,6 +42,9 @@ def group_or_default(group: Any, otherwise: str = "") -> Any:
     return group
 
 
+_given_up: list[Any] = []
+
+
 class ProcessGroupCommunicator(Communicator):
     """Messages by isend and irecv on the caller's group. gloo moves host memory, which rows on a GPU are copied to. NCCL
     moves GPU memory, beside the stream that computes; rows of CPU tensors go by way of the current GPU there. A deadline
@@ -153,7 +156,9 @@ class ProcessGroupCommunicator(Communicator):
         return True
 
     def abort(self) -> None:
-        # The memory that messages point to is kept by the ring.
+        # What is on its way to ranks that live still arrives: dropped works would take it back, and those ranks would miss
+        # this one instead of the one that is lost. The memory of messages is kept by the ring.
+        _given_up.append((self._works, self._arrivals))
         self._works, self._arrivals = [], []
 
 

@@ -19,17 +19,12 @@ from .dilated import DilatedAttention
 from .multihead import _Multihead
 from .options import integer, warn_once
 from .process_group import agree, communicator_of, gather, group_or_default
-from .ring_calls import DEADLINE, RingCalls, RingMonitor, RingReport, layout_of
+from .ring_calls import DEADLINE, RingArguments, RingCalls, RingMonitor, RingReport, layout_of
 
 
 class RingDilatedAttention(RingCalls, nn.Module):
     """Dilated attention over a ring, equal to DilatedAttention on one device for any number of ranks.
-
-    process_group: each rank passes its own rows (lengths may differ by rank); None is torch's default group if there is
-    one. ring_size: None or the group's size; 1 means no ring; without any group, the number of local ranks over the whole
-    sequence. use_checkpointing: fetch remote rows again in backward instead of keeping them. deadline: seconds that one
-    exchange may take. halo_limit_bytes: beyond it the exchange runs in rounds. layout: "contiguous", or "zigzag" (as
-    shard() makes it) for balanced causal work. monitor: called with a RingReport after every call.
+    The arguments after dropout are those of RingArguments.
     """
 
     def __init__(
@@ -57,7 +52,9 @@ class RingDilatedAttention(RingCalls, nn.Module):
         self.dilation_rates = self.attention.dilation_rates
         self.dropout = self.attention.dropout
         self._init_ring(
-            ring_size, process_group, deadline, layout, halo_limit_bytes, shard_lengths, use_checkpointing, monitor
+            RingArguments(
+                ring_size, use_checkpointing, process_group, deadline, layout, halo_limit_bytes, shard_lengths, monitor
+            )
         )
 
     def forward(
@@ -131,30 +128,20 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         num_heads: int,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *arguments: Any,
         callback: Callable[[RingReport], None] | None = None,
-        **ring_arguments: Any,
+        **named: Any,
     ) -> None:
-        ignored = sorted(self._BY_DDP & ring_arguments.keys())
+        ignored = sorted(self._BY_DDP & named.keys())
         for name in ignored:
-            ring_arguments.pop(name)
+            named.pop(name)
         if ignored:
             warn_once(
                 "ring bucketing",
                 f"{type(self).__name__}: {', '.join(ignored)} have no effect: wrap the module in "
                 "DistributedDataParallel, which buckets gradients and overlaps their exchange",
             )
-        super().__init__(
-            embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps, gamma_init,
-            device, dtype, monitor=callback, **ring_arguments,
-        )  # fmt: skip
+        super().__init__(embed_dim, num_heads, dilation_rates, segment_lengths, *arguments, monitor=callback, **named)
 
     @property
     def monitor(self) -> RingMonitor:
@@ -162,23 +149,22 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
 
 
 @dataclasses.dataclass
-class RingAttentionConfig:
-    """The arguments of RingDilatedAttention as one object, for RingDilatedAttentionProduction."""
-
+class _Branches:
     segment_lengths: Sequence[int]
     dilation_rates: Sequence[int]
     dropout: float = 0.0
-    ring_size: int | None = None
-    use_checkpointing: bool = False
-    process_group: Any = None
-    deadline: float | None = None
+
+
+@dataclasses.dataclass
+class RingAttentionConfig(RingArguments, _Branches):
+    """The arguments of RingDilatedAttention as one object, for RingDilatedAttentionProduction."""
 
 
 class RingDilatedAttentionProduction(RingDilatedAttention):
     """RingDilatedAttention made from a RingAttentionConfig."""
 
     def __init__(self, config: RingAttentionConfig) -> None:
-        super().__init__(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+        super().__init__(**vars(config))
         self.config = config
 
 

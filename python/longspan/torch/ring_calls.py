@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError, InvalidArgument, Unsupported, renamed
-from .._longspan import Pattern, Ring, RingHalo, Shards, local_ring
+from .._longspan import Attention, Pattern, Ring, RingHalo, Shards, local_ring
 from .._patterns import compiled
 from .operator import _NAMES, raw_tensor
-from .options import finite, integer, key_mask
+from .options import finite, integer, integers, key_mask
 from .process_group import agree, communicator_of, gather, group_or_default
 
 #: Seconds that one exchange may take, where nothing else is said.
@@ -93,24 +94,19 @@ class _RankCall:
             at += count
 
 
-def _run_ranks(calls: list[_RankCall], work: Callable[[_RankCall], None]) -> None:
-    """Every rank at once: this thread if there is one, else a thread for each."""
+def _run_ranks(calls: list[_RankCall], work: Callable[[_RankCall, threading.Event | None], None]) -> None:
+    """Every rank at once: this thread if there is one, else a thread for each, which Ctrl-C in this one stops."""
     if len(calls) == 1:
-        return work(calls[0])
-    errors: list[BaseException | None] = [None] * len(calls)
-
-    def run(index: int) -> None:
+        return work(calls[0], None)
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        runs = [pool.submit(work, call, stop) for call in calls]
         try:
-            work(calls[index])
-        except BaseException as error:  # raised again by the caller's thread
-            errors[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = [error for error in errors if error is not None]
+            wait(runs)  # joining a thread instead would, interrupted, take it for ended
+        except BaseException:
+            stop.set()
+            raise
+    found = [error for error in (run.exception() for run in runs) if error is not None]
     for error in found:
         if not isinstance(error, CommError):
             raise error
@@ -118,15 +114,17 @@ def _run_ranks(calls: list[_RankCall], work: Callable[[_RankCall], None]) -> Non
         raise found[0]
 
 
-def _on_stream(tensor: Tensor, work: Callable[[_RankCall, dict[str, int]], None]) -> Callable[[_RankCall], None]:
-    """work(call, placement) as the calling thread would run it: threads have streams of their own."""
+def _on_stream(
+    tensor: Tensor, work: Callable[[_RankCall, dict[str, Any]], None]
+) -> Callable[[_RankCall, threading.Event | None], None]:
+    """work(call, where and until when) as the calling thread would run it: threads have streams of their own."""
     if not tensor.is_cuda:
-        return lambda call: work(call, {})
+        return lambda call, stop: work(call, {"stop": stop})
     stream = torch.cuda.current_stream(tensor.device)
 
-    def run(call: _RankCall) -> None:
+    def run(call: _RankCall, stop: threading.Event | None) -> None:
         with torch.cuda.stream(stream):  # and its device
-            work(call, {"stream": stream.cuda_stream})
+            work(call, {"stream": stream.cuda_stream, "stop": stop})
 
     return run
 
@@ -143,7 +141,7 @@ class _RingFunction(torch.autograd.Function):
         )
         raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in extras.items()}
 
-        def work(call: _RankCall, placement: dict[str, int]) -> None:
+        def work(call: _RankCall, placement: dict[str, Any]) -> None:
             call.halo = RingHalo() if keep else None
             inputs = [call.part(x) for x in (query, key, value)]
             own_out, own_lse = call.part(out), call.part(lse, 2)
@@ -185,7 +183,7 @@ class _RingGradients(torch.autograd.Function):
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
         raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in ctx.extras.items()}
 
-        def work(call: _RankCall, placement: dict[str, int]) -> None:
+        def work(call: _RankCall, placement: dict[str, Any]) -> None:
             inputs = [call.part(x) for x in (query, key, value, out)]
             own_grads = [call.part(x) for x in grads]
             own_grad_out, own_lse = call.part(grad_out), call.part(lse, 2)
@@ -213,33 +211,63 @@ class _RingGradients(torch.autograd.Function):
         raise Unsupported("attention over a ring has first derivatives only: call backward without create_graph")
 
 
+@dataclasses.dataclass
+class RingArguments:
+    """What every module over a ring takes.
+
+    process_group: each rank passes its own rows (lengths may differ by rank); None is torch's default group if there is
+    one. ring_size: None or the group's size; 1 means no ring; without any group, the number of local ranks over the whole
+    sequence. use_checkpointing: fetch remote rows again in backward instead of keeping them. deadline: seconds that one
+    exchange may take. halo_limit_bytes: beyond it the exchange runs in rounds. layout: "contiguous", or "zigzag" (as
+    shard() makes it) for balanced causal work. shard_lengths: rows of every rank, which saves a small gather per call.
+    monitor: called with a RingReport after every call.
+    """
+
+    ring_size: int | None = None
+    use_checkpointing: bool = False
+    process_group: Any = None
+    deadline: float | None = None
+    layout: str = "contiguous"
+    halo_limit_bytes: int = 0
+    shard_lengths: Sequence[int] | None = None
+    monitor: Callable[[RingReport], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.use_checkpointing = bool(self.use_checkpointing)
+        self.deadline = DEADLINE if self.deadline is None else finite("deadline", self.deadline)
+        if self.deadline <= 0:
+            raise InvalidArgument(f"deadline is {self.deadline}: give seconds above 0", "deadline")
+        layout_of(self.layout)
+        self.halo_limit_bytes = integer("halo_limit_bytes", self.halo_limit_bytes)
+        if self.shard_lengths is not None:
+            self.shard_lengths = integers("shard_lengths", self.shard_lengths)
+        if self.ring_size is not None:
+            self.ring_size = integer("ring_size", self.ring_size)
+            if self.ring_size < 1:
+                raise InvalidArgument(f"ring_size is {self.ring_size}: give at least 1", "ring_size")
+
+
+class RingSettings(NamedTuple):
+    """What a ring is made for, and what its ranks must have alike."""
+
+    pattern: Any  # or, until the tokens of the whole sequence are known, what makes it for them
+    causal: bool
+    scale: float | None
+    dropout: float
+    deterministic: bool
+
+    def operator(self) -> Attention:
+        pattern, causal, scale, dropout, deterministic = self
+        return compiled(pattern, causal, scale, None, dropout, deterministic, False, False, "")
+
+
 class RingCalls:
     """What modules over rings share: who the ranks are, their rings, and a call over them. Mixed into an nn.Module."""
 
-    def _init_ring(
-        self,
-        ring_size: int | None,
-        process_group: Any = None,
-        deadline: float | None = None,
-        layout: str = "contiguous",
-        halo_limit_bytes: int = 0,
-        shard_lengths: Sequence[int] | None = None,
-        use_checkpointing: bool = False,
-        monitor: Callable[[RingReport], None] | None = None,
-    ) -> None:
-        self.process_group = process_group
-        self.use_checkpointing = bool(use_checkpointing)
-        self.deadline = DEADLINE if deadline is None else finite("deadline", deadline)
-        if self.deadline <= 0:
-            raise InvalidArgument(f"deadline is {deadline}: give seconds above 0", "deadline")
-        layout_of(layout)
-        self.layout = layout
-        self.halo_limit_bytes = integer("halo_limit_bytes", halo_limit_bytes)
-        self.shard_lengths = None if shard_lengths is None else [integer("shard_lengths", x) for x in shard_lengths]
-        self.ring_size = None if ring_size is None else integer("ring_size", ring_size)
-        if self.ring_size is not None and self.ring_size < 1:
-            raise InvalidArgument(f"ring_size is {ring_size}: give at least 1", "ring_size")
-        self.monitor = RingMonitor(monitor)
+    def _init_ring(self, arguments: RingArguments) -> None:
+        for field in dataclasses.fields(RingArguments):
+            setattr(self, field.name, getattr(arguments, field.name))
+        self.monitor = RingMonitor(arguments.monitor)
         self._communicator: Any = None
         self._local: list[Any] = []
         self._rings: dict[tuple, Any] = {}
@@ -269,14 +297,12 @@ class RingCalls:
             )
         return group if size > 1 else None
 
-    def _ring(self, settings: tuple, communicator: Any, index: int, shards: Shards) -> Ring:
+    def _ring(self, settings: RingSettings, communicator: Any, index: int, shards: Shards) -> Ring:
         key = (settings, index, tuple(tuple(shards.ranges(rank)) for rank in range(shards.ranks)))
         if key not in self._rings:
             if len(self._rings) >= 64:
                 self._rings.clear()
-            pattern, causal, scale, dropout, deterministic = settings
-            operator = compiled(pattern, causal, scale, None, dropout, deterministic, False, False, "")
-            self._rings[key] = Ring(operator, communicator, shards, self.deadline, self.halo_limit_bytes)
+            self._rings[key] = Ring(settings.operator(), communicator, shards, self.deadline, self.halo_limit_bytes)
         return self._rings[key]
 
     def _shards(self, counts: Sequence[int]) -> Shards:
@@ -321,9 +347,10 @@ class RingCalls:
         mask = None
         if attention_mask is not None:
             mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
+        settings = RingSettings(pattern, bool(causal), scale, dropout, torch.are_deterministic_algorithms_enabled())
         extras: dict[str, Any] = {"seed": 0}
         if group is not None:
-            shards = self._over_group(group, query, key, value, pattern, causal, scale, dropout, mask, extras)
+            shards = self._agree(group, {"query": query, "key": key, "value": value}, settings, mask, extras)
             ranks = [(self._communicator, 0, [(0, query.shape[1])])]
         else:
             if len(self._local) != local:
@@ -336,41 +363,30 @@ class RingCalls:
                 extras["seed"] = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64))
             ranks = [(self._local[rank], rank, shards.ranges(rank) or [(0, 0)]) for rank in range(local)]
         if callable(pattern):
-            pattern = pattern(shards.tokens)
-        settings = (pattern, bool(causal), scale, dropout, torch.are_deterministic_algorithms_enabled())
+            settings = settings._replace(pattern=pattern(shards.tokens))
         calls = [_RankCall(self._ring(settings, one, index, shards), rows) for one, index, rows in ranks]
         keep = not self.use_checkpointing and torch.is_grad_enabled()
         return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor, self._forget_failed)[0]
 
-    def _over_group(
-        self,
-        group: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pattern: Any,
-        causal: bool,
-        scale: float | None,
-        dropout: float,
-        mask: Tensor | None,
-        extras: dict[str, Any],
+    def _agree(
+        self, group: Any, tensors: dict[str, Tensor], settings: RingSettings, mask: Tensor | None, extras: dict[str, Any]
     ) -> Shards:
         """What ranks tell each other before a call, into extras, and their shards."""
         communicator = communicator_of(group)
         if self._communicator is not communicator:
             self._communicator, self._rings = communicator, {}
         counts = self.shard_lengths
-        if counts is None or mask is not None or dropout:
-            settings = {
-                "pattern": "one by length" if callable(pattern) else str(pattern), "causal": bool(causal), "scale": scale,
-                "dropout": dropout, "attention_mask": mask is not None, "layout": self.layout,
-                "halo_limit_bytes": self.halo_limit_bytes, "device": query.device.type, "grad": torch.is_grad_enabled(),
-                **{name: (str(x.dtype), x.shape[0], *x.shape[2:]) for name, x in
-                   (("query", query), ("key", key), ("value", value))},
+        if counts is None or mask is not None or settings.dropout:
+            alike = settings._replace(pattern="one by length" if callable(settings.pattern) else str(settings.pattern))
+            described = {
+                **alike._asdict(), "attention_mask": mask is not None, "layout": self.layout,
+                "halo_limit_bytes": self.halo_limit_bytes, "use_checkpointing": self.use_checkpointing,
+                **{name: (x.device.type, str(x.dtype), x.shape[0], *x.shape[2:]) for name, x in tensors.items()},
             }  # fmt: skip
             # A number drawn by the first rank from torch's generator; the others draw, too, and so stay level with it.
-            seed = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (1,), dtype=torch.int64)) if dropout else 0
-            told = agree(communicator, "ring call, lengths of ranks", [query.shape[1], seed], settings, self.deadline)
+            seed = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (1,), dtype=torch.int64)) if settings.dropout else 0
+            numbers = [tensors["query"].shape[1], seed]
+            told = agree(communicator, "ring call, lengths of ranks", numbers, described, self.deadline)
             counts = counts or [rows for rows, _ in told]
             extras["seed"] = told[0][1]
         shards = self._shards(counts)

@@ -237,8 +237,8 @@ int run(const AttendCommand& command) {
     if (!command.lse.empty()) json["lse"] = command.lse;
     print_json(json);
   } else {
-    print("{}: {} {} in {} with kernel {}\n", printable(command.out), name_of(q.dtype), shape_text(inputs.q.array),
-          short_duration(seconds), ran.kernel);
+    print("{}: {} {} in {} with {}\n", printable(command.out), name_of(q.dtype), shape_text(inputs.q.array),
+          short_duration(seconds), ran.kernel.empty() ? "nothing to compute" : fmt::format("kernel {}", ran.kernel));
   }
   return kSuccess;
 }

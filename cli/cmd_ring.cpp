@@ -150,7 +150,8 @@ void print_verdict(const Verdict& verdict) {
   } else if (!verdict.bits) {
     print("{}\n", good(fmt::format("verified: equal to one device up to rounding (rounds): {}", part)));
   } else {
-    print("{}\n", good(fmt::format("verified: out and lse have the bits of one device with {}{}", verdict.kernel,
+    print("{}\n", good(fmt::format("verified: out and lse have the bits of one device{}{}",
+                                   verdict.kernel.empty() ? ", which computes nothing" : " with " + verdict.kernel,
                                    verdict.over_tolerance > 0 ? "; gradients differ by " + part : "")));
   }
 }

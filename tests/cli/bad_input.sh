@@ -118,6 +118,9 @@ attend() {
   rm -f out.npy
 }
 attend 0 "" --q good.npy --k good.npy --v good.npy
+npy empty.npy '<f4' '0, 16, 2, 8' 0
+attend 0 "" --q empty.npy --k empty.npy --v empty.npy
+grep -q "with nothing to compute" stdout || fail "an empty batch: $(cat stdout)"
 attend 2 "cannot open 'no.npy'" --q no.npy --k good.npy --v good.npy
 attend 2 "not a regular file" --q . --k good.npy --v good.npy
 attend 2 "head_dim" --q good.npy --k other.npy --v other.npy

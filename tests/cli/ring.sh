@@ -66,6 +66,9 @@ has '"bytes_received": 9437184' '"naive_ring_bytes": 2818572288' '"all_gather_by
 expect 0 "" "$longspan" plan --ranks 4 --tokens 4096
 has "naive ring" "all-gather"
 
+expect 0 "" "$longspan" ring --ranks 2 --tokens 64 --batch 0 --verify
+has "the bits of one device, which computes nothing"
+
 expect 2 "no ranks" "$longspan" ring "${small[@]}"
 expect 2 "shards" "$longspan" ring --ranks 2 "${small[@]}" --shards diagonal
 expect 2 "deadline" "$longspan" ring --ranks 2 "${small[@]}" --deadline 0

@@ -199,6 +199,22 @@ def errors_table() -> list[str]:
     return lines
 
 
+def lengths_table() -> list[str]:
+    """Errors by the length of a strand, on every machine that was measured."""
+    quantities = ("out", "dq", "dk", "dv")
+    lines = ["| | keys or rows | out, dq, dk, dv | PyTorch's fused attention: out, dq |", "|---|---|---|---|"]
+    for name, machine in (("cpu_errors_by_length", "CPU"), ("h200_errors_by_length", "H200")):
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        for row in result(name)["rows"]:
+            told = {
+                who: ", ".join(f"{values[q]:.1e}" for q in quantities if q in values)
+                for who, values in row["errors"].items()
+            }
+            lines.append(f"| {machine}, {row['dtype']} | {row['tokens']:,} | {told['longspan']} | {told['torch']} |")
+    return lines
+
+
 def peers_table() -> list[str]:
     rows = {row["name"]: row for row in result("h200_vs_torch")["rows"]}
     lines = [
@@ -300,6 +316,7 @@ PAGES = {
     "docs/performance.md": {
         "peers": peers_table, "hopper": hopper_table, "profile": profile_table, "backward": backward_table,
         "backward profile": backward_profile_table, "cuda": cuda_table, "errors": errors_table,
+        "lengths": lengths_table,
     },
     "docs/block_sparse.md": {"blocks": block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},

@@ -172,6 +172,70 @@ TEST_P(CpuEngine, NaNAndInfinityStayInTheirStrand) {
   }
 }
 
+// Scores of 1e10 and more are known to hundreds only, and exceed the stored lse by as much.
+TEST_P(CpuEngine, LargeInputsGiveFiniteGradients) {
+  if (GetParam() == DType::f16) return;  // cannot store them
+  Options causal;
+  causal.causal = true;
+  std::vector<std::string> kernels = engine_kernels(GetParam());
+  kernels.push_back("plain");
+  for (const double size : {1e4, 1e5, 1e7, 1e12}) {
+    for (const Options& options : {Options{}, causal}) {
+      Case c(Pattern::longnet({64, 200}, {1, 2}), options, {1, 200, 2, 1, 40}, GetParam(), Layout::bnhd, {}, size);
+      c.key_mask.assign(200, 1);
+      c.key_mask[3] = 0;
+      for (const std::string& kernel : kernels) {
+        const Results r = c.run(kernel);
+        for (const Tensor* tensor : {&r.out, &r.lse, &r.dq, &r.dk, &r.dv}) {
+          tensor->for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+            ASSERT_TRUE(std::isfinite(tensor->at(b, row, head, d))) << kernel << " " << size << " row " << row;
+          });
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CpuEngine, NaNReachesTheGradientsOfItsStrand) {
+  Case c(Pattern::dense(), {}, {1, 70, 1, 1, 16}, GetParam());
+  c.q.set(0, 66, 0, 3, std::numeric_limits<float>::quiet_NaN());
+  std::vector<std::string> kernels = engine_kernels(GetParam());
+  kernels.push_back("plain");
+  for (const std::string& kernel : kernels) {
+    const Results r = c.run(kernel);
+    EXPECT_TRUE(std::isnan(r.dq.at(0, 66, 0, 0))) << kernel;
+    EXPECT_TRUE(std::isnan(r.dk.at(0, 5, 0, 0))) << kernel;
+    EXPECT_TRUE(std::isnan(r.dv.at(0, 5, 0, 0))) << kernel;
+    EXPECT_FALSE(std::isnan(r.dq.at(0, 65, 0, 0))) << kernel;
+  }
+}
+
+// Key 1 has a weight of exp(score) beside 69 keys of score 0 whose values are 0; its own value is 2^116.
+TEST_P(CpuEngine, WeightsBelowNormalNumbersCountAsZero) {
+  if (GetParam() == DType::f16) return;  // has no such values
+  Options options;
+  options.scale = 1;
+  for (const auto& [score, counts] : {std::pair{-90.0, false}, std::pair{-80.0, true}}) {
+    Case c(Pattern::dense(), options, {1, 70, 1, 1, 8}, GetParam());
+    for (Tensor* tensor : {&c.q, &c.k, &c.v, &c.dout}) {
+      tensor->for_each([&](std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t d) {
+        tensor->set(b, row, head, d, tensor == &c.q || tensor == &c.dout ? 1 : 0);
+      });
+    }
+    c.k.set(0, 1, 0, 0, score);
+    for (std::int64_t d = 0; d < 8; ++d) c.v.set(0, 1, 0, d, std::ldexp(1, 116));
+    std::vector<std::string> kernels = engine_kernels(GetParam());
+    kernels.push_back("plain");
+    for (const std::string& kernel : kernels) {
+      const Results r = c.run(kernel);
+      EXPECT_EQ(r.out.at(0, 0, 0, 0) != 0, counts) << kernel;
+      EXPECT_EQ(r.dq.at(0, 0, 0, 0) != 0, counts) << kernel;
+      EXPECT_EQ(r.dk.at(0, 1, 0, 0) != 0, counts) << kernel;
+      EXPECT_EQ(r.dv.at(0, 1, 0, 0) != 0, counts) << kernel;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Storage, CpuEngine, ::testing::Values(DType::f32, DType::bf16, DType::f16),
                          [](const auto& parameter) { return std::string(name_of(parameter.param)); });
 

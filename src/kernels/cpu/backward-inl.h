@@ -30,7 +30,7 @@ struct VectorBackward : Layout {
   static constexpr std::int64_t kKeyTile = kPerUnit == 2 ? 192 : 96;
   static constexpr std::int64_t kRunMultiple = kChunk;
   static constexpr bool kClearUnseen = false;
-  static constexpr bool kFetchesAhead = true;
+  static constexpr bool kPrefetches = true;
   static_assert(kKeyTile % kPanel == 0 && kKeyTile % kTileRows == 0 && kQueryTile % kRows == 0 &&
                 kQueryTile % kTileRows == 0);
 
@@ -93,11 +93,12 @@ struct VectorBackward : Layout {
 };
 using FloatBackward = VectorBackward<FloatLayout>;
 
-/// Adds to (or sets) a row of sums; `streams` says that nobody adds to it afterwards and it is larger than a cache.
+/// Adds to (or sets) a row of sums; `non_temporal` says that nobody adds to it afterwards and it is larger than a
+/// cache.
 HWY_INLINE void add_row(float* target, const float* source, float factor, std::int64_t columns, bool add,
-                        bool streams = false) {
+                        bool non_temporal = false) {
   if (add) mix_row(target, 1.0f, source, factor, columns);
-  else if (streams) stream_row(target, source, factor, columns);
+  else if (non_temporal) write_row_non_temporal(target, source, factor, columns);
   else write_row(target, source, factor, columns);
 }
 
@@ -149,7 +150,7 @@ class BackwardRun {
   static constexpr std::int64_t kQueryTile = Scheme::kQueryTile, kKeyTile = Scheme::kKeyTile;
   static constexpr int kRows = Scheme::kRows;
   static constexpr std::int64_t kGroups = kQueryTile / kRows;
-  static constexpr std::int64_t kWriteAhead = 8;          // rows between fetching a place and writing there
+  static constexpr std::int64_t kWriteAhead = 8;          // rows between prefetching a place and writing there
   static constexpr std::int64_t kPackedRows = 2 * kRows;  // rows are packed in multiples of this
   static_assert(kKeyTile % kChunk == 0 && kRows % 2 == 0);
 
@@ -171,20 +172,20 @@ class BackwardRun {
     const bool one_ticket = shared_.ranges.size() > 1;
     if (task_.tickets && one_ticket) wait_for(task_.tickets[0]);
     for (const RowRange& range : shared_.ranges) {
-      stream_queries(query_run(task_.strand, range, first_row), one_ticket);
+      run_queries(query_run(task_.strand, range, first_row), one_ticket);
       first_row += range.count;
     }
     if (task_.tickets && one_ticket) pass_on(task_.tickets[0]);
     Scheme::end();
     if (closed_) join_key_sums<true>();
     write_keys();
-    if (shared_.streams) hwy::FlushStream();
+    if (shared_.non_temporal) hwy::FlushStream();
   }
 
  private:
-  /// Whether this task's rows of dq, of dk and dv are final, so that they are written past the cache.
-  bool streams_queries() const { return shared_.streams && !shared_.add_queries && !task_.tickets; }
-  bool streams_keys() const { return shared_.streams && !shared_.add_keys; }
+  /// Whether this task's rows of dq, of dk and dv are final, so that non-temporal stores write them.
+  bool non_temporal_queries() const { return shared_.non_temporal && !shared_.add_queries && !task_.tickets; }
+  bool non_temporal_keys() const { return shared_.non_temporal && !shared_.add_keys; }
   std::int64_t keys() const { return task_.key_end - task_.key_begin; }
 
   void load_keys() {
@@ -209,7 +210,7 @@ class BackwardRun {
     ticket.store(static_cast<std::uint32_t>(task_.block + 1), std::memory_order_release);
   }
 
-  void stream_queries(const QueryRun& run, bool one_ticket) {
+  void run_queries(const QueryRun& run, bool one_ticket) {
     const std::int64_t end = run.begin + run.count;
     for (std::int64_t begin = shared_.causal ? std::max(run.begin, task_.key_begin) : run.begin; begin < end;) {
       const bool ticketed = task_.tickets && !one_ticket;
@@ -220,11 +221,11 @@ class BackwardRun {
         q_begin_ = run.q_row + (first - run.begin) * task_.strand.stride;
         if (!blocks_.heads_differ()) {
           following_ = (end - first) * task_.heads.count;
-          stream_rows({task_.heads, first, last - first});
+          run_rows({task_.heads, first, last - first});
         } else {
           following_ = last - first;
           for (std::int64_t head = 0; head < task_.heads.count; ++head)
-            stream_rows({{task_.heads.at(head), 1, 1}, first, last - first});
+            run_rows({{task_.heads.at(head), 1, 1}, first, last - first});
         }
         first = last;
       }
@@ -234,7 +235,7 @@ class BackwardRun {
   }
 
   /// Rows that see the same blocks of keys, in tiles of about equal size.
-  void stream_rows(const VirtualRows& rows) {
+  void run_rows(const VirtualRows& rows) {
     rows_ = rows;
     std::int64_t size = kQueryTile;
     if (blocks_.masked()) {
@@ -290,13 +291,13 @@ class BackwardRun {
 
   /// While products run: where dq of some rows of a tile goes, and as many rows of the next tile, or of the next
   /// strand.
-  void fetch_ahead(std::int64_t tile, std::int64_t count, std::int64_t row) {
+  void prefetch_ahead(std::int64_t tile, std::int64_t count, std::int64_t row) {
     const auto sums_of = places<const std::byte>(shared_.dq_sums), dq_of = places<const std::byte>(shared_.dq);
     const auto q_of = places<const std::byte>(shared_.q), dout_of = places<const std::byte>(shared_.dout),
                out_of = places<const std::byte>(shared_.out);
     const std::int64_t row_bytes = scheme_.row_bytes();
     for (std::int64_t i = tile + row, end = tile + std::min(row + kRows, count); i < end; ++i) {
-      if (!streams_queries()) {
+      if (!non_temporal_queries()) {
         if (sums_of) prefetch_row<true>(sums_of(i), scheme_.head_dim * 4);
         else prefetch_row<true>(dq_of(i), row_bytes);
       }
@@ -373,7 +374,7 @@ class BackwardRun {
     // Products take keys a few at a time: so far beyond the tile's own they must find zeros.
     const std::int64_t cleared = std::min(kKeyTile, round_up(tile_keys + kTileRows - 1, 2 * kChunk));
     for (std::int64_t row = 0; row < count; row += kRows) {
-      if (Scheme::kFetchesAhead && first) fetch_ahead(tile, count, row);
+      if (Scheme::kPrefetches && first) prefetch_ahead(tile, count, row);
       std::int64_t seen = 0;
       for (int i = 0; i < kRows; ++i) {
         const std::int64_t limit = std::clamp<std::int64_t>(m_.limits[row + i] - base, 0, tile_keys);
@@ -439,8 +440,9 @@ class BackwardRun {
                              of_tile = (i + j) * kKeyTile + panel + vector * kLanes;
           V shift = broadcast(-m_.lse[row + i + j]);
           if constexpr (Policy::kActive) shift = hn::Add(shift, load(m_.bias + of_tile));
-          V weight =
-              exp2<Scheme::kExpDegree>(hn::MulAdd(load(m_.score_tile + at), broadcast(scheme_.score_factor), shift));
+          // Large scores may exceed the stored lse by rounding: no weight is above 1.
+          V weight = exp2<Scheme::kExpDegree>(
+              at_most_zero(hn::MulAdd(load(m_.score_tile + at), broadcast(scheme_.score_factor), shift)));
           V dweight = load(m_.dweight_tile + at);
           if constexpr (Policy::kActive) dweight = hn::And(dweight, load(m_.keep + of_tile));
           V dscore = hn::Mul(weight, hn::MulSub(dweight, broadcast(dweight_factor_), broadcast(m_.delta[row + i + j])));
@@ -466,7 +468,7 @@ class BackwardRun {
     const auto dq_of = places<std::byte>(shared_.dq);
     for (std::int64_t i = 0; i < count; ++i) {
       const float* const source = m_.dq + i * scheme_.columns;
-      if (sums_of) add_row(sums_of(tile + i), source, shared_.scale, scheme_.head_dim, add, streams_queries());
+      if (sums_of) add_row(sums_of(tile + i), source, shared_.scale, scheme_.head_dim, add, non_temporal_queries());
       else store_row(scheme_.dtype, dq_of(tile + i), source, shared_.scale, scheme_.head_dim);
     }
   }
@@ -491,7 +493,7 @@ class BackwardRun {
     }
     for (std::int64_t i = 0; i < keys(); ++i) {
       const std::int64_t position = task_.strand.start + (task_.key_begin + i) * task_.strand.stride;
-      if (!streams_keys() && i + kWriteAhead < keys()) {
+      if (!non_temporal_keys() && i + kWriteAhead < keys()) {
         const std::int64_t later = position + kWriteAhead * task_.strand.stride;
         prefetch_target(shared_.dk, shared_.dk_sums, later);
         prefetch_target(shared_.dv, shared_.dv_sums, later);
@@ -512,7 +514,7 @@ class BackwardRun {
                  float factor) {
     if (sums.data) {
       add_row(sums.at(task_.entry, position, task_.kv_head), source, factor, scheme_.head_dim, shared_.add_keys,
-              streams_keys());
+              non_temporal_keys());
     } else {
       store_row(scheme_.dtype, row_place(view, task_.entry, position, task_.kv_head), source, factor, scheme_.head_dim);
     }
@@ -528,10 +530,10 @@ class BackwardRun {
   const float dweight_factor_;
   VirtualRows rows_;
   std::int64_t q_begin_ = 0;
-  std::int64_t next_keys_ = 0;    // of the next strand, fetched so far
+  std::int64_t next_keys_ = 0;    // of the next strand, prefetched so far
   std::int64_t rows_summed_ = 0;  // in dk and dv, apart from closed sums
   bool closed_ = false;           // whether there are closed sums
-  std::int64_t following_ = 0;    // end of the rows that may be fetched ahead, counted as those of rows_
+  std::int64_t following_ = 0;    // end of the rows that may be prefetched, counted as those of rows_
 };
 
 template <class Scheme>
@@ -543,6 +545,7 @@ std::size_t backward_bytes(std::int64_t head_dim, std::int64_t keys) {
 
 template <class Scheme>
 void backward(const BackwardShared& shared, const BackwardTask& task, std::byte* memory) {
+  const NoDenormals scope;
   if (shared.extras) BackwardRun<Scheme, Extras>(shared, task, memory).run();
   else BackwardRun<Scheme, NoExtras>(shared, task, memory).run();
 }

@@ -6,10 +6,13 @@
 
 #include "kernels/cpu/drive.h"
 #include "kernels/cpu/work.h"
+#include "plan/strands.h"
 #include "util/parallel.h"
 
 namespace longspan::cpu {
 namespace {
+
+using strands::ceil_divide;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::int64_t kAllHeads = std::numeric_limits<std::int64_t>::max();
@@ -40,7 +43,7 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
     for (const BranchPlan& branch : plan.branches()) {
       count += static_cast<double>(problem.batch * branch.head_count) *
                std::max(1.0, static_cast<double>(branch.segments(problem.tokens)) * share) *
-               std::max(1.0, static_cast<double>(longest_strand(plan, branch)) / static_cast<double>(keys));
+               std::max(1.0, static_cast<double>(branch.longest_strand(problem.tokens)) / static_cast<double>(keys));
     }
     return count;
   };
@@ -52,14 +55,14 @@ std::int64_t task_keys(const Engine& engine, const Plan& plan) {
 Section backward_section(const Engine& engine, const Plan& plan, std::int64_t branch_index) {
   const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(branch_index)];
   const Problem& problem = plan.problem();
-  const std::int64_t rows = longest_strand(plan, branch);
+  const std::int64_t rows = branch.longest_strand(problem.tokens);
   Section section;
   section.branch = branch_index;
   section.segments = branch.segments(problem.tokens);
   section.block_rows = task_keys(engine, plan);
-  section.blocks = std::max<std::int64_t>(1, (rows + section.block_rows - 1) / section.block_rows);
+  section.blocks = std::max<std::int64_t>(1, ceil_divide(rows, section.block_rows));
   section.strands_per_task = strands_together(plan, section, own_share(problem));
-  if (section.blocks > 1) section.tickets = (rows + kTicketRows - 1) / kTicketRows;
+  if (section.blocks > 1) section.tickets = ceil_divide(rows, kTicketRows);
   return section;
 }
 
@@ -81,7 +84,7 @@ struct BackwardWorkspace {
   BackwardWorkspace(Workspace& workspace, const Engine& engine, const Plan& plan, int thread_count) {
     const Problem& p = plan.problem();
     const bool narrow = p.dtype != DType::f32;
-    if (narrow && (heads_shared(plan) || strands_cut(engine, plan)))
+    if (narrow && (plan.merges_branches() || strands_cut(engine, plan)))
       dq = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
     if (narrow && kv_heads_shared(plan) && !p.has_piece_gradients) {
       dk = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
@@ -176,9 +179,8 @@ void clear_uncovered_keys(const BackwardShared& shared, int threads, const LoopC
               const std::int64_t first = std::max(kv_head * group, branch.head_begin);
               const std::int64_t last = std::min((kv_head + 1) * group, branch.head_begin + branch.head_count);
               if (first < last && branch.dilation == 1) return true;
-              const std::int64_t offset = position % branch.segment % branch.dilation;
               for (std::int64_t head = first; head < last; ++head) {
-                if (branch.phase(head) == offset) return true;
+                if (branch.covers(head, position)) return true;
               }
             }
             return false;
@@ -213,27 +215,10 @@ void convert_sums(const Engine& engine, const TensorView& view, const FloatRows&
 
 }  // namespace
 
-std::size_t workspace_forward(const Engine& engine, const Plan& plan, int threads);
-
-std::size_t workspace_bytes(const Engine& engine, const Plan& plan, Pass pass, int threads) {
-  if (pass == Pass::forward) return workspace_forward(engine, plan, threads);
+std::size_t backward_workspace(const Engine& engine, const Plan& plan, int threads) {
   Workspace workspace(nullptr);
   BackwardWorkspace(workspace, engine, plan, threads);
   return workspace.used();
-}
-
-Verdict can_run(const Engine& engine, const Plan& plan, Pass) {
-  const Problem& problem = plan.problem();
-  if (problem.device.type != DeviceType::cpu)
-    return no("runs on the CPU, the tensors are on {}", to_string(problem.device));
-  if (const char* missing = engine.missing()) return no("needs {}, which this machine lacks", missing);
-  if (problem.head_dim > kMaxHeadDim) return no("runs head_dim up to {}, this is {}", kMaxHeadDim, problem.head_dim);
-  if (engine.bf16_products && problem.dtype != DType::bf16)
-    return no("multiplies bf16 only, the tensors are {}", name_of(problem.dtype));
-  if (problem.dtype != DType::f32 && problem.dtype != DType::bf16 && problem.dtype != DType::f16) {
-    return no("runs f32, bf16 and f16, the tensors are {}", name_of(problem.dtype));
-  }
-  return yes();
 }
 
 void run_backward(const Engine& engine, const BackwardArguments& a) {
@@ -249,7 +234,7 @@ void run_backward(const Engine& engine, const BackwardArguments& a) {
   shared.dq = a.dq;
   shared.dk = a.dk;
   shared.dv = a.dv;
-  shared.add_queries = heads_shared(a.plan);
+  shared.add_queries = a.plan.merges_branches();
   shared.add_keys = kv_heads_shared(a.plan);
   shared.dq_sums = narrow ? memory.dq : rows_of(a.dq);
   if (!problem.has_piece_gradients) {

@@ -8,6 +8,8 @@ namespace longspan::cpu {
 
 Verdict can_run(const Engine& engine, const Plan& plan, Pass pass);
 std::size_t workspace_bytes(const Engine& engine, const Plan& plan, Pass pass, int threads);
+std::size_t forward_workspace(const Engine& engine, const Plan& plan, int threads);
+std::size_t backward_workspace(const Engine& engine, const Plan& plan, int threads);
 void run_forward(const Engine& engine, const ForwardArguments& arguments);
 void run_backward(const Engine& engine, const BackwardArguments& arguments);
 

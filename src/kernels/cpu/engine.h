@@ -48,7 +48,7 @@ struct CallShared {
   DropoutRule dropout;
   bool causal;
   bool extras;        // ALiBi, dropout or key_mask: the inner loops with those policies run
-  bool streams;       // results are float32 and larger than a cache: they are written past it
+  bool non_temporal;  // results are float32 and larger than a cache: non-temporal stores write them
   float scale;        // on scores
   float keep_factor;  // 1 / (1 - dropout)
   float output_scale;
@@ -79,7 +79,7 @@ struct ForwardShared : CallShared {
 
 struct ForwardTask : StrandTask {
   QueryRun rows;                      // rows of the strand; q rows follow at the strand's stride
-  const ForwardTask* next = nullptr;  // what the thread does afterwards, if that is known: fetched meanwhile
+  const ForwardTask* next = nullptr;  // what the thread does afterwards, if that is known: prefetched meanwhile
 };
 
 struct BackwardShared : CallShared {

@@ -31,7 +31,7 @@ struct VectorForward : Layout {
   static constexpr std::int64_t kScoreStride = kKeyBlock;
   static constexpr std::int64_t kRunMultiple = kChunk;
   static constexpr bool kStartsFresh = false;
-  static constexpr bool kFetchesAhead = true;
+  static constexpr bool kPrefetches = true;
 
   static void begin() {}
   static void end() {}
@@ -157,7 +157,7 @@ class ForwardRun {
           const int count = take_runs(span, first, keys, from, runs);
           if (count == 0) break;
           for (std::int64_t at = 0; at < span.rows; at += Scheme::kGroup) {
-            if (Scheme::kFetchesAhead && task_.next) fetch_next();
+            if (Scheme::kPrefetches && task_.next) prefetch_next();
             attend(span, at, std::min<std::int64_t>(Scheme::kGroup, span.rows - at), first, keys, runs, count);
           }
         }
@@ -165,8 +165,8 @@ class ForwardRun {
     }
     Scheme::end();
     if (closed_) join_sums<true>();
-    for_each_span([&](const Span& span) { finish_rows(span); });
-    if (shared_.streams) hwy::FlushStream();
+    for_each_span([&](const Span& span) { epilogue(span); });
+    if (shared_.non_temporal) hwy::FlushStream();
   }
 
  private:
@@ -259,8 +259,8 @@ class ForwardRun {
     return view.offset(task_.entry, q_row(row), rows_.head(row)) * size_of(view.dtype);
   }
 
-  /// Some more rows of the next strand, while products run.
-  void fetch_next() {
+  /// Prefetches some more rows of the next strand, while products run.
+  void prefetch_next() {
     const ForwardTask& next = *task_.next;
     const VirtualRows rows{next.heads, next.rows.begin, next.rows.count};
     const RowPlaces<const std::byte> q_of(shared_.q, next.entry, rows, next.rows.q_row, next.strand.stride);
@@ -424,8 +424,8 @@ class ForwardRun {
     closed_ = true;
   }
 
-  /// Denominators and their logarithms a vector at a time, and rows to write fetched one vector ahead.
-  void finish_rows(const Span& span) {
+  /// The epilogue: denominators and their logarithms a vector at a time; rows to write are prefetched one vector ahead.
+  void epilogue(const Span& span) {
     const auto out_of = places<std::byte>(shared_.out);
     const auto lse_of = places<float>(shared_.lse);
     for (std::int64_t at = 0; at < span.rows; at += kLanes) {
@@ -435,16 +435,16 @@ class ForwardRun {
       store(natural_log(load(sums)), logs);
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t row = span.row + at + i;
-        if (row + kLanes < rows_.size() && out_of && !shared_.streams)
+        if (row + kLanes < rows_.size() && out_of && !shared_.non_temporal)
           prefetch_row<true>(out_of(row + kLanes), scheme_.row_bytes());
-        finish(row, span.slot + at + i, sums[i], logs[i], out_of, lse_of);
+        finish_row(row, span.slot + at + i, sums[i], logs[i], out_of, lse_of);
       }
     }
   }
 
   /// Divides by the denominator, adds pad keys, mixes with earlier branches, writes.
-  void finish(std::int64_t row, std::int64_t slot, float sum, float log_of_sum, const RowPlaces<std::byte>& out_of,
-              const RowPlaces<float>& lse_of) {
+  void finish_row(std::int64_t row, std::int64_t slot, float sum, float log_of_sum, const RowPlaces<std::byte>& out_of,
+                  const RowPlaces<float>& lse_of) {
     float* const out = m_.out + slot * scheme_.columns;
     const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
     // In double: at scores of 1e4 every rounding of an exponent costs a weight 1e-3.
@@ -478,7 +478,8 @@ class ForwardRun {
         lse = both;
       }
     } else {
-      if (shared_.streams) stream_row(reinterpret_cast<float*>(out_of(row)), out, weight, scheme_.head_dim);
+      if (shared_.non_temporal)
+        write_row_non_temporal(reinterpret_cast<float*>(out_of(row)), out, weight, scheme_.head_dim);
       else store_row(shared_.out.dtype, out_of(row), out, weight, scheme_.head_dim);
     }
     *lse_target = lse;
@@ -507,7 +508,7 @@ class ForwardRun {
   Carver carver_;
   const ForwardMemory<Scheme> m_;
   Policy policy_;
-  std::int64_t next_rows_ = 0;   // of the next strand, fetched so far
+  std::int64_t next_rows_ = 0;   // of the next strand, prefetched so far
   std::int64_t sums_begin_ = 0;  // first key that out and sums are over
   bool closed_ = false;          // whether there are closed sums
 };
@@ -522,6 +523,7 @@ std::size_t forward_bytes(std::int64_t head_dim, std::int64_t rows, bool masked)
 
 template <class Scheme>
 void forward(const ForwardShared& shared, const ForwardTask& task, std::byte* memory) {
+  const NoDenormals scope;
   if (shared.extras) ForwardRun<Scheme, Extras>(shared, task, memory).run();
   else ForwardRun<Scheme, NoExtras>(shared, task, memory).run();
 }

@@ -5,17 +5,19 @@
 
 #include "kernels/cpu/drive.h"
 #include "kernels/cpu/work.h"
+#include "plan/strands.h"
 #include "util/parallel.h"
 
 namespace longspan::cpu {
 namespace {
+
+using strands::ceil_divide;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::int64_t kMostSharedHeads = 64;  // of one task
 constexpr std::int64_t kRowsPerSweep = 256;    // of a task that only fills or converts
 constexpr std::size_t kMostSections = 64;      // of one loop; calls with many query ranges take several loops
 constexpr std::int64_t kTasksPerThread = 4;
-constexpr std::int64_t kCachedFloats = 2 * 1024 * 1024;  // of a result that may stay in a cache
 
 struct ForwardWorkspace {
   FloatRows sums, lse;
@@ -24,7 +26,8 @@ struct ForwardWorkspace {
 
   ForwardWorkspace(Workspace& workspace, const Engine& engine, const Plan& plan, int thread_count) {
     const Problem& p = plan.problem();
-    if (heads_shared(plan) && p.dtype != DType::f32) sums = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
+    if (plan.merges_branches() && p.dtype != DType::f32)
+      sums = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
     lse = workspace.rows(p.batch, p.heads, p.query_rows, 1);
     bytes_per_thread = forward_thread_bytes(engine, plan, thread_count);
     threads = workspace.take(bytes_per_thread * static_cast<std::size_t>(thread_count));
@@ -50,9 +53,10 @@ Section forward_section(const Plan& plan, std::int64_t branch_index, const RowRa
   if (range.count == 0) return section;
   section.first_segment = range.start / branch.segment;
   section.segments = (range.start + range.count - 1) / branch.segment - section.first_segment + 1;
-  const std::int64_t rows = std::min(longest_strand(plan, branch), (range.count - 1) / branch.dilation + 1);
+  const std::int64_t rows =
+      std::min(branch.longest_strand(plan.problem().tokens), ceil_divide(range.count, branch.dilation));
   section.block_rows = std::max<std::int64_t>(1, task_rows / largest_head_set(plan, most_shared_heads(branch)));
-  section.blocks = (rows + section.block_rows - 1) / section.block_rows;
+  section.blocks = ceil_divide(rows, section.block_rows);
   section.strands_per_task = strands_together(plan, section);
   return section;
 }
@@ -130,23 +134,6 @@ void sweep_queries(const Problem& problem, int threads, const LoopControl& contr
 
 }  // namespace
 
-CallShared::CallShared(const Plan& the_plan, const Call& the_call, std::span<const RowRange> the_ranges,
-                       const ConstTensorView& the_q, const ConstTensorView& the_k, const ConstTensorView& the_v)
-    : plan(the_plan),
-      call(the_call),
-      ranges(the_ranges),
-      q(the_q),
-      k(the_k),
-      v(the_v),
-      keys(k, v, call.pieces),
-      dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed),
-      causal(plan.options().causal),
-      extras(plan.options().dropout > 0 || call.key_mask.given() || call.alibi_slopes.given()),
-      streams(plan.problem().dtype == DType::f32 && q.sizes[0] * q.sizes[1] * q.sizes[2] * q.sizes[3] > kCachedFloats),
-      scale(static_cast<float>(plan.scale())),
-      keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
-      output_scale(static_cast<float>(plan.output_scale())) {}
-
 std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threads) {
   const Problem& problem = plan.problem();
   // Under a mask rows have less to do with each key that was packed for them: tasks are twice as large, and half as
@@ -158,7 +145,7 @@ std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threa
   for (const BranchPlan& branch : plan.branches()) {
     strands +=
         static_cast<double>(problem.batch * branch.head_count) * static_cast<double>(branch.segments(problem.tokens));
-    longest = std::max(longest, static_cast<double>(longest_strand(plan, branch)));
+    longest = std::max(longest, static_cast<double>(branch.longest_strand(problem.tokens)));
   }
   // Fewer rows per task pack the same keys more often: only as far as the threads need it.
   const double wanted = static_cast<double>(kTasksPerThread / larger * threads);
@@ -184,7 +171,7 @@ std::size_t forward_thread_bytes(const Engine& engine, const Plan& plan, int thr
   return engine.forward_bytes(plan.problem().head_dim, slots, masked);
 }
 
-std::size_t workspace_forward(const Engine& engine, const Plan& plan, int threads) {
+std::size_t forward_workspace(const Engine& engine, const Plan& plan, int threads) {
   Workspace workspace(nullptr);
   ForwardWorkspace(workspace, engine, plan, threads);
   return workspace.used();
@@ -198,7 +185,7 @@ void run_forward(const Engine& engine, const ForwardArguments& a) {
   shared.out = a.out;
   shared.lse =
       a.lse.given() ? a.lse : TensorView::lse(memory.lse.data, problem.batch, problem.query_rows, problem.heads);
-  const bool mixing = heads_shared(a.plan), convert = memory.sums.data != nullptr;
+  const bool mixing = a.plan.merges_branches(), convert = memory.sums.data != nullptr;
   if (mixing) shared.sums = convert ? memory.sums : rows_of(a.out);
 
   LoopControl control{a.call.cancel, &a.call.progress, 0.0, 0.01};

@@ -9,13 +9,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "kernels/cpu/amx-inl.h"
+#include "kernels/cpu/amx.h"
 #include "kernels/cpu/isa.h"
-#include "kernels/cpu/tiles-inl.h"
-#include "kernels/cpu/tiles.h"
 
 namespace longspan::cpu {
 
-bool tiles_permitted() {
+bool amx_permitted() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
   static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -30,11 +30,11 @@ constinit const Engine kAmxEngine = {.name = "cpu-amx",
                                      .bf16_products = true,
                                      .forward_row_budget = 128 * 1024,
                                      .backward_key_budget = 128 * 1024,
-                                     .backward_key_tile = N_AVX3::TileBackward::kKeyTile,
-                                     .forward_bytes = N_AVX3::forward_bytes<N_AVX3::TileForward>,
-                                     .backward_bytes = N_AVX3::backward_bytes<N_AVX3::TileBackward>,
-                                     .forward = N_AVX3::forward<N_AVX3::TileForward>,
-                                     .backward = N_AVX3::backward<N_AVX3::TileBackward>,
+                                     .backward_key_tile = N_AVX3::AmxBackward::kKeyTile,
+                                     .forward_bytes = N_AVX3::forward_bytes<N_AVX3::AmxForward>,
+                                     .backward_bytes = N_AVX3::backward_bytes<N_AVX3::AmxBackward>,
+                                     .forward = N_AVX3::forward<N_AVX3::AmxForward>,
+                                     .backward = N_AVX3::backward<N_AVX3::AmxBackward>,
                                      .store_row = N_AVX3::store_row};
 
 }  // namespace longspan::cpu

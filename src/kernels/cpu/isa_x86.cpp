@@ -3,10 +3,10 @@
 
 #include <array>
 
+#include "kernels/cpu/amx.h"
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/kernel_of.h"
-#include "kernels/cpu/tiles.h"
 
 namespace longspan::cpu {
 
@@ -29,7 +29,7 @@ const char* missing_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool there = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1u) && (edx >> 24 & 1u);
   if (!there || missing_avx512_bf16()) return "AMX-BF16";
-  return tiles_permitted() ? nullptr : "the system's permission to use AMX tiles";
+  return amx_permitted() ? nullptr : "the system's permission to use AMX tiles";
 }
 
 }  // namespace longspan::cpu

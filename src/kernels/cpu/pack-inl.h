@@ -75,13 +75,12 @@ HWY_INLINE void pack_panels_with(float* target, const std::byte* const* rows, st
       }
     }
     float* const columns = target + key / kPanel * kPanel * depth + key % kPanel;
-    // The next rows are fetched a few at a time: many at once wait for each other.
-    std::int64_t fetched = key + kLanes;
+    // The next rows are prefetched a few at a time: many at once wait for each other.
+    std::int64_t next = key + kLanes;
     for (std::int64_t unit = 0; unit < depth; unit += 4) {
       transpose_quad(group, unit, columns + unit * kPanel, kPanel);
-      for (const std::int64_t end = std::min(keys, key + kLanes + (unit + 4) * kLanes / depth); fetched < end;
-           ++fetched)
-        prefetch_row(rows[fetched], row_bytes);
+      for (const std::int64_t end = std::min(keys, key + kLanes + (unit + 4) * kLanes / depth); next < end; ++next)
+        prefetch_row(rows[next], row_bytes);
     }
   }
 }

@@ -35,6 +35,7 @@ template <int kDepthMultiple>
 struct PairLayout {
   using Products = PairProducts;
   static constexpr int kExpDegree = 4;
+  static constexpr float kLargeExponent = 8192;
   static constexpr int kKeyMultiple = 2 * kDepthMultiple;
   DType dtype;
   std::int64_t head_dim, depth, columns;
@@ -144,8 +145,14 @@ struct PairLayout {
   }
   /// As for floats; weights become bfloat16, 32 at a time, 0 up to a multiple of 32 beyond end.
   template <bool kKeep>
-  static HWY_INLINE V weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor,
+  static HWY_INLINE V weights(float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor,
                               float base, const float* keep, V sums) {
+    // Where rounding base * factor would change weights by more than bfloat16 does, base is subtracted before.
+    if (HWY_UNLIKELY(std::abs(base * factor) > kLargeExponent)) {
+      for (std::int64_t key = 0; key < limit; key += kLanes)
+        store(hn::Sub(load(scores + key), broadcast(base)), scores + key);
+      base = 0;
+    }
     const V scale = broadcast(factor), shift = broadcast(-base * factor);
     std::int64_t key = 0;
     for (; key + 32 <= limit; key += 32) {

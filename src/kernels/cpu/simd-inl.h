@@ -77,12 +77,14 @@ HWY_INLINE V exp2_fraction(V fraction) {
   return sum;
 }
 
-/// 2^x for x up to about 127. 0 far below -126 (so that masked scores of -1e30 are exact no-ops); NaN stays NaN.
+/// 2^x for x up to about 127. 0 below -126: no denormal number arises, and masked scores of -1e30 are exact no-ops. NaN
+/// stays NaN.
 template <int kDegree>
 HWY_INLINE V exp2(V x) {
 #if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
   const V p = exp2_fraction<kDegree>(V{_mm512_reduce_ps(x.raw, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)});
-  return V{_mm512_scalef_ps(p.raw, x.raw)};
+  const __mmask16 normal = _mm512_cmp_ps_mask(x.raw, _mm512_set1_ps(-126.0f), _CMP_NLE_UQ);
+  return V{_mm512_maskz_scalef_ps(normal, p.raw, x.raw)};
 #else
   // The compare keeps NaN, which a maximum would drop on some machines.
   const V lowest = broadcast(-126.0f);
@@ -96,6 +98,32 @@ HWY_INLINE V exp2(V x) {
   return hn::IfThenZeroElse(below, hn::Mul(p, power));
 #endif
 }
+
+/// min(x, 0), and NaN where x is.
+HWY_INLINE V at_most_zero(V x) {
+#if HWY_ARCH_X86
+  return hn::Min(hn::Zero(kFloat), x);  // which gives the second where either is NaN
+#else
+  return hn::IfThenElse(hn::Gt(x, hn::Zero(kFloat)), hn::Zero(kFloat), x);
+#endif
+}
+
+/// While it lives, results too small for a normal number become 0 instead of denormal numbers, which cost processors up
+/// to a hundred cycles each. Inputs are read as they are. (AArch64 computes denormal numbers at full speed.)
+class NoDenormals {
+ public:
+#if HWY_ARCH_X86
+  NoDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8000u); }
+  ~NoDenormals() { _mm_setcsr(before_); }
+  NoDenormals(const NoDenormals&) = delete;
+  NoDenormals& operator=(const NoDenormals&) = delete;
+
+ private:
+  const unsigned before_;
+#else
+  NoDenormals() {}
+#endif
+};
 
 /// A scalar with the very bits that a lane of exp2 would have: corrections are the same whoever computes them.
 HWY_INLINE float exp2_scalar(float x) { return x <= -126.0f ? 0.0f : hn::GetLane(exp2<5>(broadcast(x))); }
@@ -173,8 +201,9 @@ HWY_INLINE void write_row(Storage* target, const float* source, float factor, st
   }
   for (; column < columns; ++column) target[column] = from_float<Storage>(source[column] * factor);
 }
-/// The same past the cache, whose place others need more; hwy::FlushStream() comes before anyone may read it.
-HWY_INLINE void stream_row(float* target, const float* source, float factor, std::int64_t columns) {
+/// The same by non-temporal stores, which leave the cache to others; hwy::FlushStream() comes before anyone may read
+/// it.
+HWY_INLINE void write_row_non_temporal(float* target, const float* source, float factor, std::int64_t columns) {
   if (reinterpret_cast<std::uintptr_t>(target) % (kLanes * sizeof(float)) != 0 || columns % kLanes != 0)
     return write_row(target, source, factor, columns);
   const V scale = broadcast(factor);

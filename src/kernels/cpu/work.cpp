@@ -6,27 +6,24 @@
 namespace longspan::cpu {
 namespace {
 
-/// Two branches whose heads, divided by `per_group`, meet.
-bool ranges_meet(const Plan& plan, std::int64_t per_group) {
-  const auto& branches = plan.branches();
-  for (std::size_t i = 0; i < branches.size(); ++i) {
-    for (std::size_t j = i + 1; j < branches.size(); ++j) {
-      const BranchPlan &a = branches[i], &b = branches[j];
-      if (a.head_count == 0 || b.head_count == 0) continue;
-      const std::int64_t a_last = (a.head_begin + a.head_count - 1) / per_group,
-                         b_last = (b.head_begin + b.head_count - 1) / per_group;
-      if (a.head_begin / per_group <= b_last && b.head_begin / per_group <= a_last) return true;
-    }
-  }
-  return false;
-}
-
 std::int64_t group_size(const Plan& plan) { return plan.problem().heads / plan.problem().kv_heads; }
 
 }  // namespace
 
-bool heads_shared(const Plan& plan) { return ranges_meet(plan, 1); }
-bool kv_heads_shared(const Plan& plan) { return ranges_meet(plan, group_size(plan)); }
+bool kv_heads_shared(const Plan& plan) {
+  const auto& branches = plan.branches();
+  const std::int64_t group = group_size(plan);
+  for (std::size_t i = 0; i < branches.size(); ++i) {
+    for (std::size_t j = i + 1; j < branches.size(); ++j) {
+      const BranchPlan &a = branches[i], &b = branches[j];
+      if (a.head_count == 0 || b.head_count == 0) continue;
+      const std::int64_t a_last = (a.head_begin + a.head_count - 1) / group,
+                         b_last = (b.head_begin + b.head_count - 1) / group;
+      if (a.head_begin / group <= b_last && b.head_begin / group <= a_last) return true;
+    }
+  }
+  return false;
+}
 
 HeadSet shared_heads(const Plan& plan, const BranchPlan& branch, std::int64_t head, std::int64_t most) {
   const std::int64_t group = group_size(plan);
@@ -53,17 +50,12 @@ std::int64_t largest_head_set(const Plan& plan, std::int64_t most) {
   return largest;
 }
 
-std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch) {
-  const std::int64_t rows = std::min(branch.segment, plan.problem().tokens);
-  return rows == 0 ? 0 : (rows - 1) / branch.dilation + 1;
-}
-
 std::int64_t strands_together(const Plan& plan, const Section& section, double share) {
   constexpr std::int64_t kTinyKeys = 256;       // strands of fewer are not worth a task
   constexpr std::int64_t kKeysTogether = 2048;  // strands that share a task fetch each other's rows
   constexpr double kTasksWanted = 24;           // of a section: some patterns run theirs one after the other
-  const std::int64_t keys =
-      std::max<std::int64_t>(longest_strand(plan, plan.branches()[static_cast<std::size_t>(section.branch)]), 1);
+  const BranchPlan& branch = plan.branches()[static_cast<std::size_t>(section.branch)];
+  const std::int64_t keys = std::max<std::int64_t>(branch.longest_strand(plan.problem().tokens), 1);
   const double strands = static_cast<double>(section.strands(plan) * plan.problem().batch) * share;
   const std::int64_t spared = std::min(kKeysTogether / keys, static_cast<std::int64_t>(strands / kTasksWanted));
   return std::max({kTinyKeys / keys, spared, std::int64_t{1}});

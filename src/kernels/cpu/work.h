@@ -7,8 +7,7 @@
 
 namespace longspan::cpu {
 
-/// Whether two branches own the same query head (their results are mixed), or heads of the same key/value head.
-bool heads_shared(const Plan& plan);
+/// Whether two branches own query heads of one key/value head.
 bool kv_heads_shared(const Plan& plan);
 
 /// The heads that share the strands of `head` in a branch, if `head` is the first of them (at most `most` per set).
@@ -17,9 +16,6 @@ HeadSet shared_heads(const Plan& plan, const BranchPlan& branch, std::int64_t he
 
 /// Most heads any set of the plan has.
 std::int64_t largest_head_set(const Plan& plan, std::int64_t most);
-
-/// Rows of the longest strand of a branch.
-std::int64_t longest_strand(const Plan& plan, const BranchPlan& branch);
 
 /// Tasks of one branch and (forward) one query range: blocks x entries x groups of strands. Strands are counted segment
 /// by segment, all heads of one before the next: they lie in the same pages of memory.

@@ -114,7 +114,7 @@ class Backward {
       rows.for_each_key(
           found, entry, head, 0, found.end,
           [&](std::int64_t index, const std::byte* key_row, const std::byte* value_row) {
-            const float probability = std::exp(rows.score(q.data(), key_row, head, position, found, index) - lse);
+            const float probability = weight_of(rows.score(q.data(), key_row, head, position, found, index) - lse);
             const float dweight = output_scale * dot<Storage>(dout.data(), value_row, columns);
             const float dscore = probability * (rows.factor(found, entry, head, position, index) * dweight -
                                                 own_deltas[per_row_ == 1 ? 0 : b] + dlse);
@@ -169,7 +169,7 @@ class Backward {
     const std::byte* const q = bytes(a.q, entry, row, head);
     const std::byte* const dout = bytes(a.dout, entry, row, head);
     const float score = rows.scale * dot<Storage>(key_row.data(), q, columns) - rows.bias(head, position, key);
-    const float probability = std::exp(score - lse);
+    const float probability = weight_of(score - lse);
     const float factor = rows.factor(of_key, entry, head, position, of_key.own_index);
     const float dweight = output_scale * dot<Storage>(value_row.data(), dout, columns);
     const float dlse = a.call.dlse.given() ? *a.call.dlse.at<float>(entry, row, head) : 0.0f;

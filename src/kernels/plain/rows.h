@@ -57,6 +57,12 @@ void add_scaled(float* target, float factor, const std::byte* source, std::int64
   for (std::int64_t column = 0; column < columns; ++column) target[column] += factor * to_float(typed[column]);
 }
 
+/// exp(x), at most 1, since large scores may exceed a stored lse by rounding; 0 where it would be denormal. NaN stays.
+inline float weight_of(float x) {
+  const float weight = std::exp(x > 0 ? 0.0f : x);
+  return weight < std::numeric_limits<float>::min() ? 0.0f : weight;
+}
+
 /// A row of sums over many terms.
 class LongSum {
  public:
@@ -206,7 +212,7 @@ struct SoftmaxState {
       if (count == 0) continue;
       raise(tile_largest, rows.columns);
       for (std::size_t i = 0; i < count; ++i) {
-        const float weight = std::exp(scores[i] - base());
+        const float weight = weight_of(scores[i] - base());
         sum += weight;
         add_scaled<Storage>(out.data(), weight * rows.factor(row, entry, head, position, indices[i]), values[i],
                             rows.columns);

@@ -4,6 +4,6 @@
 namespace longspan::cpu {
 
 /// Asks once per process; false if the system has none or refuses.
-bool tiles_permitted();
+bool amx_permitted();
 
 }  // namespace longspan::cpu

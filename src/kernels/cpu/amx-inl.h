@@ -94,9 +94,9 @@ HWY_INLINE void multiply_all(std::int64_t row_tiles, std::int64_t column_tiles, 
   multiply_placed<kAdd>(row_tiles, column_tiles, a, a_stride, b_of, b_stride, steps, c, c_stride);
 }
 
-struct TileForward : PairLayout<kTile> {
+struct AmxForward : PairLayout<kTile> {
   using PairLayout::PairLayout;
-  // Four tiles of rows use a panel before the next is fetched: products wait for the second-level cache, not for the
+  // Four tiles of rows use a panel before the next is loaded: products wait for the second-level cache, not for the
   // tiles.
   static constexpr int kGroup = 4 * kTile;
   static constexpr int kRowMultiple = kTile;
@@ -106,7 +106,7 @@ struct TileForward : PairLayout<kTile> {
       kKeyBlock + kTile;  // not a power of two: rows of a tile fall into different sets
   static constexpr std::int64_t kRunMultiple = 2 * kTile;
   static constexpr bool kStartsFresh = true;
-  static constexpr bool kFetchesAhead = false;  // tiles wait in the same queue as what is fetched
+  static constexpr bool kPrefetches = false;  // tiles wait in the same queue as prefetches
 
   static void begin() { configure_tiles(); }
   static void end() { _tile_release(); }
@@ -179,7 +179,7 @@ struct TileForward : PairLayout<kTile> {
   }
 };
 
-struct TileBackward : PairLayout<kTile> {
+struct AmxBackward : PairLayout<kTile> {
   using PairLayout::PairLayout;
   static constexpr int kRows = kTile;
   static constexpr int kPanel = 2 * kTile;
@@ -187,7 +187,7 @@ struct TileBackward : PairLayout<kTile> {
   static constexpr std::int64_t kKeyTile = 128;
   static constexpr std::int64_t kRunMultiple = 2 * kTile;
   static constexpr bool kClearUnseen = true;  // a tile takes 32 query rows, which is two groups
-  static constexpr bool kFetchesAhead = false;
+  static constexpr bool kPrefetches = false;
 
   static void begin() { configure_tiles(); }
   static void end() { _tile_release(); }

@@ -1,10 +1,12 @@
 // longspan plan: what attends to what, and what it costs. Closed form: instant for any number of tokens.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <memory>
 
 #include "command.h"
 #include "console.h"
+#include "interrupt.h"
 #include "json.h"
 #include "longspan/error.h"
 #include "longspan/exchange.h"
@@ -27,7 +29,11 @@ struct PlanCommand {
 Json describe_ring(const Plan& plan, int ranks) {
   const Shards shards = Shards::even(plan.problem().tokens, ranks);
   Json json = {{"ranks", ranks}, {"per_rank", Json::array()}};
+  for (const BranchPlan& branch : plan.branches()) {
+    if (branch.mask) branch.mask->make_lists(&interrupted());
+  }
   for (int rank = 0; rank < ranks; ++rank) {
+    stop_if_interrupted();
     const ExchangePlan exchange(plan, shards, rank);
     json["per_rank"].push_back(
         {{"rank", rank},
@@ -54,21 +60,25 @@ void print_ring(const Json& ring) {
   print_text(table.to_string());
 }
 
-/// Keys of the longest strand and rows in the strands of one head, for people who ask "how much does a row see".
+/// Keys of the longest strand, or with a block mask the mean over rows, for people who ask "how much does a row see".
 Json describe_branch(const Plan& plan, std::size_t index) {
   const BranchPlan& branch = plan.branches()[index];
   const std::int64_t tokens = plan.problem().tokens;
   const bool active = tokens > 0 && branch.active(tokens);
-  std::int64_t longest = 0;
-  if (active && branch.head_count > 0) longest = branch.strand(branch.head_begin, 0, tokens).count;
+  std::int64_t keys = 0;
+  if (active && branch.head_count > 0) keys = branch.strand(branch.head_begin, 0, tokens).count;
+  const double pairs = plan.pairs(index);
+  const double rows = static_cast<double>(plan.problem().batch) * static_cast<double>(branch.head_count) *
+                      std::ceil(static_cast<double>(tokens) / static_cast<double>(branch.dilation));
+  if (branch.mask && rows > 0) keys = static_cast<std::int64_t>(std::round(pairs / rows));
   Json json = {{"index", index},
                {"segment", std::min(branch.segment, std::max<std::int64_t>(tokens, 1))},
-               {"dilation", branch.dilation},
+               {"dilation", plan.pattern().branches()[index].dilation},
                {"head_begin", branch.head_begin},
                {"head_count", branch.head_count},
                {"segments", active ? branch.segments(tokens) : 0},
-               {"keys_per_row", longest},
-               {"pairs", plan.pairs(index)},
+               {"keys_per_row", keys},
+               {"pairs", pairs},
                {"active", active}};
   json["phase"] =
       branch.fixed_phase ? Json(*branch.fixed_phase) : Json(branch.heads_per_phase ? "torchscale" : "paper");
@@ -105,9 +115,6 @@ int run(const PlanCommand& command) {
   if (!choice.options.kernel.empty() && forward.empty()) throw Unsupported(why_no_kernel(*plan, Pass::forward));
   const PlanTotals totals = plan->totals();
   const Problem& problem = plan->problem();
-  const double rows =
-      static_cast<double>(problem.batch) * static_cast<double>(problem.tokens) * static_cast<double>(problem.heads);
-  const double dense_pairs = rows * static_cast<double>(problem.tokens) * (choice.options.causal ? 0.5 : 1.0);
 
   if (command.ranks < 0) throw InvalidArgument("ranks", fmt::format("--ranks is {}: give at least 1", command.ranks));
   const Json ring = command.ranks > 0 ? describe_ring(*plan, command.ranks) : Json();
@@ -121,6 +128,8 @@ int run(const PlanCommand& command) {
         {"options", describe(choice.options)},
         {"totals",
          {{"pairs", totals.pairs},
+          {"exact", totals.exact},
+          {"dense_pairs", totals.dense_pairs},
           {"strand_rows", totals.strand_rows},
           {"forward_flops", totals.forward_flops},
           {"backward_flops", totals.backward_flops},
@@ -140,7 +149,7 @@ int run(const PlanCommand& command) {
     return kSuccess;
   }
 
-  print("{}{}\n", bold(choice.pattern.to_string()), choice.options.causal ? ", causal" : "");
+  print("{}{}\n", bold(heading(choice.pattern)), choice.options.causal ? ", causal" : "");
   print("{} tokens, batch {}, {} heads of {} ({} for keys and values), {} on {}\n\n",
         with_commas(static_cast<double>(problem.tokens)), problem.batch, problem.heads, problem.head_dim,
         problem.kv_heads, name_of(problem.dtype), to_string(problem.device));
@@ -154,13 +163,13 @@ int run(const PlanCommand& command) {
   table.add({"FLOPs", short_count(totals.forward_flops), short_count(totals.backward_flops)});
   table.add({"bytes read and written", short_bytes(totals.forward_bytes), short_bytes(totals.backward_bytes)});
   table.add({"workspace", bytes_of(Pass::forward, forward), bytes_of(Pass::backward, backward)});
-  print("\n{} pairs ({:.3g}% of dense), {} work items of {} rows\n", short_count(totals.pairs),
-        dense_pairs > 0 ? 100 * totals.pairs / dense_pairs : 0.0, short_count(plan->items(kQueryTile)), kQueryTile);
+  print("\n{}; {} work items of {} rows\n", share_of_dense(totals, choice.options.causal),
+        short_count(plan->items(kQueryTile)), kQueryTile);
   print_text(table.to_string());
   if (command.ranks > 0) print_ring(ring);
-  for (const Pass pass : {Pass::forward, Pass::backward}) {
-    if (plan->kernel_name(pass).empty()) print("{}\n", bad(why_no_kernel(*plan, pass)));
-  }
+  const std::string why[] = {why_no_kernel(*plan, Pass::forward), why_no_kernel(*plan, Pass::backward)};
+  if (forward.empty()) print("{}\n", bad(why[0]));
+  if (backward.empty() && why[1] != why[0]) print("{}\n", bad(why[1]));
   return kSuccess;
 }
 
@@ -169,7 +178,9 @@ int run(const PlanCommand& command) {
 Command add_plan(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("plan", "Print what attends to what, pairs, FLOPs, bytes and work items");
   parser->footer(
-      "\nInstant up to 1T tokens (2^40): nothing is computed. Default: 131072 tokens.\nExample: longspan plan --tokens "
+      "\nInstant up to 1T tokens (2^40): nothing is computed, and pairs are counted in closed form. Random blocks that "
+      "are too\n"
+      "many to draw are counted by their expected number. Default: 131072 tokens.\nExample: longspan plan --tokens "
       "1G "
       "--assign all --segments 2048,32768 --dilations 1,16 --json");
   const auto command = std::make_shared<PlanCommand>();

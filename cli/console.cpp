@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -82,6 +83,15 @@ void note_text(std::string_view text) {
   std::fwrite(line.data(), 1, line.size(), stderr);  // nobody is left to tell if stderr is closed
 }
 
+int text_columns() {
+  const char* said = std::getenv("COLUMNS");
+  int columns = 0;
+  if (said != nullptr && std::from_chars(said, said + std::strlen(said), columns).ec == std::errc{} && columns > 0)
+    return columns;
+  winsize size = {};
+  return isatty(text_descriptor) == 1 && ioctl(text_descriptor, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
 std::string bold(std::string_view text) { return colour("1", text); }
 std::string dim(std::string_view text) { return colour("2", text); }
 std::string good(std::string_view text) { return colour("32", text); }
@@ -137,6 +147,18 @@ std::string Table::to_string() const {
   append_row([&](std::size_t column) { return bold(columns_[column].title); });
   for (const auto& row : rows_) append_row([&](std::size_t column) { return row[column]; });
   return text;
+}
+
+std::string heading(const Pattern& pattern) {
+  const int columns = text_columns();
+  const std::string text = pattern.to_string();
+  return columns > 0 ? elided(text, static_cast<std::size_t>(std::max(columns - 8, 20))) : text;
+}
+
+std::string share_of_dense(const PlanTotals& totals, bool causal) {
+  return fmt::format("{}{} pairs, {:.3g}% of {}dense attention", totals.exact ? "" : "about ",
+                     short_count(totals.pairs), totals.dense_pairs > 0 ? 100 * totals.pairs / totals.dense_pairs : 0.0,
+                     causal ? "causal " : "");
 }
 
 std::string with_commas(double value) {

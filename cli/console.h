@@ -8,6 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "longspan/plan.h"
+
 namespace longspan::cli {
 
 /// Writes to stdout; throws IoError (a full disk, a closed pipe).
@@ -27,6 +29,9 @@ template <class... Args>
 void note(fmt::format_string<Args...> format, Args&&... args) {
   note_text(fmt::format(format, std::forward<Args>(args)...));
 }
+
+/// Columns of the terminal that stdout is, or what COLUMNS says; 0 where stdout is no terminal and nobody says.
+int text_columns();
 
 /// Text in a colour, or unchanged where stdout is no terminal or NO_COLOR is set.
 std::string bold(std::string_view text);
@@ -70,6 +75,10 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
+/// A pattern's text, no longer than a line of the terminal.
+std::string heading(const Pattern& pattern);
+/// "2.10 M pairs, 12.5% of causal dense attention": the one place that says what a plan keeps.
+std::string share_of_dense(const PlanTotals& totals, bool causal);
 /// 131072 -> "131,072".
 std::string with_commas(double value);
 /// 1.5e9 -> "1.50 G"; powers of 1000.

@@ -283,6 +283,24 @@ def block_table() -> list[str]:
     return lines
 
 
+#: Workloads of longspan_gpu_bench with block masks.
+SMALL_BLOCK_ROWS = [
+    ("ten blocks of 64 a row, head dim 64", "blocks64_d64"),
+    ("ten blocks of 64 a row, head dim 128", "blocks64_d128"),
+    ("random blocks of 128, head dim 64", "random_d64"),
+    ("BigBird, blocks of 128, head dim 64", "bigbird_d64"),
+]
+
+
+def small_block_table() -> list[str]:
+    works = workloads("h200_hopper")
+    lines = ["| forward, burst / sustained | TFLOP/s | ms |", "|---|---|---|"]
+    for title, name in SMALL_BLOCK_ROWS:
+        fields = [" / ".join(f"{works[name][f'forward_{kind}{unit}']:.{digits}f}" for kind in ("burst_", "")) for unit, digits in (("tflops", 0), ("ms", 2))]
+        lines.append(f"| {title} | {fields[0]} | {fields[1]} |")
+    return lines
+
+
 def adaptive_table() -> list[str]:
     """What choosing an adaptive mask adds to the forward with as many blocks, in bursts."""
     lines = ["| choosing by `adaptive` | forward takes longer by |", "|---|---|"]
@@ -318,7 +336,7 @@ PAGES = {
         "backward profile": backward_profile_table, "cuda": cuda_table, "errors": errors_table,
         "lengths": lengths_table,
     },
-    "docs/block_sparse.md": {"blocks": block_table, "adaptive": adaptive_table},
+    "docs/block_sparse.md": {"blocks": block_table, "small blocks": small_block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},
 }
 

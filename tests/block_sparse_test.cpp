@@ -78,30 +78,6 @@ TEST(Inspection, RefusesWhatDoesNotFit) {
   EXPECT_THROW(attention_received(Attention(Pattern::dense()), c.q.view(), c.k.view(), wrong.view()), InvalidArgument);
 }
 
-TEST(Picture, ShowsWhatAttends) {
-  Problem problem;
-  problem.tokens = problem.query_rows = 256;
-  problem.heads = problem.kv_heads = 2;
-  const PatternPicture window = picture(Plan(Pattern::block_sparse(BlockPattern::local_window(32, 16)), {}, problem));
-  ASSERT_EQ(window.cells, 16);
-  for (std::int64_t row = 0; row < 16; ++row) {
-    for (std::int64_t column = 0; column < 16; ++column)
-      EXPECT_EQ(window.at(row, column) > 0, std::abs(row - column) <= 1);
-  }
-  EXPECT_EQ(window.to_text(true).substr(0, 8), "####....");
-  EXPECT_NE(window.to_svg("a < b").find("a &lt; b"), std::string::npos);
-  // Dilated: one segment of 64 tokens per cell, whatever the dilation.
-  const PatternPicture dilated = picture(Plan(Pattern::longnet({64}, {8}), {}, problem), 1, 4);
-  for (std::int64_t row = 0; row < 4; ++row) {
-    for (std::int64_t column = 0; column < 4; ++column) EXPECT_EQ(dilated.at(row, column), row == column ? 1.0f : 0.0f);
-  }
-  const PatternPicture causal = picture(Plan(Pattern::dense(), causal_if(true), problem), 0, 4);
-  EXPECT_EQ(causal.at(0, 1), 0.0f);
-  EXPECT_EQ(causal.at(1, 0), 1.0f);
-  EXPECT_NEAR(causal.at(2, 2), 0.5, 0.1);
-  EXPECT_THROW(picture(Plan(Pattern::dense(), {}, problem), 2), InvalidArgument);
-}
-
 TEST(Adaptive, MaskOfNoEntriesKeepsNothing) {
   const Case c(Pattern::block_sparse(BlockPattern::adaptive(0.5, 16)), {}, {0, 64, 2, 2, 16});
   EXPECT_EQ(adaptive_mask(Attention(c.pattern), c.q.view(), c.k.view(), c.call()).active_blocks(), 0);

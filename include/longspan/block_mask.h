@@ -1,6 +1,7 @@
 // Which key blocks each block row of a strand sees. An immutable value; copies share their lists.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -17,6 +18,15 @@ struct BlockList {
   std::span<const std::int32_t> full;
   std::span<const std::int32_t> partial;
 };
+
+/// A number of blocks or of (query, key) pairs.
+struct BlockCount {
+  double value = 0;
+  bool exact =
+      true;  ///< false: random blocks that are too many to be drawn for it are counted by their expected number
+};
+
+struct BlockRecipe;
 
 /// A block mask in strand coordinates: row t of a strand lies in block t / block_size. Heads is 1 (all heads alike), H,
 /// or B * H (every batch entry has its own, entry by entry).
@@ -38,6 +48,8 @@ class LONGSPAN_API BlockMask {
   std::int64_t blocks() const;
   /// Active key blocks of a block row, ascending. `head` is a query head; a mask of one head serves all.
   std::span<const std::int32_t> row(std::int64_t head, std::int64_t block_row) const;
+  /// A copy of one row that makes no lists: for looking at a few rows of a long sequence.
+  std::vector<std::int32_t> make_row(std::int64_t head, std::int64_t block_row) const;
   /// Block rows that see a key block, ascending. The transposed lists are made when first asked for.
   std::span<const std::int32_t> column(std::int64_t head, std::int64_t block_column) const;
   bool active(std::int64_t head, std::int64_t block_row, std::int64_t block_column) const;
@@ -46,8 +58,19 @@ class LONGSPAN_API BlockMask {
   BlockList visible_column(std::int64_t head, std::int64_t block_column, std::int64_t rows, bool causal) const;
   /// Number of active blocks over all heads of the mask.
   std::int64_t active_blocks() const;
-  /// Fraction of blocks kept.
+  /// The same without making lists: at once for any length.
+  BlockCount count_blocks() const;
+  /// Fraction of blocks kept: count_blocks() over all.
   double density() const;
+  /// Pairs of a strand of `rows` rows, which may be fewer than the mask's. Does not make lists.
+  BlockCount count_pairs(std::int64_t head, std::int64_t rows, bool causal) const;
+  /// Whether count_pairs() is the same for all heads.
+  bool heads_count_alike() const;
+  /// The masks of a plan make their lists when a row is first asked for; this makes them now. Throws InvalidArgument if
+  /// they would be too long, Cancelled when told to stop.
+  void make_lists(const std::atomic<bool>* cancel = nullptr) const;
+  /// Why lists would be too long to be made; empty where they can be.
+  std::string why_no_lists() const;
 
   /// Block by block; block sizes and block counts must agree, a mask of one head serves all heads of the other.
   BlockMask operator|(const BlockMask& other) const;
@@ -69,6 +92,8 @@ class LONGSPAN_API BlockMask {
   /// Lists that are right by construction: nothing is checked.
   static BlockMask trusted(int block_size, std::int64_t heads, std::int64_t blocks, std::vector<std::int64_t> offsets,
                            std::vector<std::int32_t> columns);
+  static BlockMask planned(BlockRecipe recipe);
+  const Lists& made() const;
   template <class Combine>
   BlockMask combined(const BlockMask& other, Combine&& combine) const;
   std::shared_ptr<const Lists> lists_;

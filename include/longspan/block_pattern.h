@@ -76,6 +76,8 @@ class LONGSPAN_API BlockPattern {
   bool depends_on_length(bool causal) const;
   /// The mask for strands of `rows` rows. Heads differ only where a random term draws for each. Throws InvalidArgument.
   BlockMask mask(std::int64_t rows, std::int64_t heads, bool causal) const;
+  /// The same mask, whose lists are made when they are first needed. Its counts are known at once.
+  BlockMask planned_mask(std::int64_t rows, std::int64_t heads, bool causal) const;
   /// What the terms alone make for a batch entry of its own length, which may be shorter than the global tokens.
   BlockMask entry_mask(std::int64_t rows, std::int64_t heads, bool causal) const;
 
@@ -86,7 +88,6 @@ class LONGSPAN_API BlockPattern {
   friend class BlockText;
   BlockPattern(int block_size, std::vector<BlockTerm> terms);
   void check() const;
-  BlockMask make(const std::optional<BlockMask>& custom, std::int64_t rows, std::int64_t heads, bool causal) const;
 
   int block_size_ = kDefaultBlockSize;
   std::vector<BlockTerm> terms_;

@@ -80,7 +80,7 @@ struct LocalFault {
   Kind kind = Kind::delay;
   int rank = 0;   ///< who misbehaves: the sender of a message, or the rank that dies (throws) or stalls (stays silent)
   int peer = -1;  ///< to whom; -1: to everybody
-  int exchange = -1;                   ///< the how-manieth exchange of that rank, from 0; -1: every one
+  int exchange = -1;                   ///< index of the exchange within that rank's, from 0; -1: all of them
   std::chrono::milliseconds time{50};  ///< delay and stall
 };
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "longspan/export.h"
+#include "longspan/limits.h"
 #include "longspan/pattern.h"
 #include "longspan/tensor_view.h"
 
@@ -106,11 +107,13 @@ struct KernelVerdict {
 /// Totals of a plan. Doubles, since 2^40 tokens squared overflow an integer; exact below 2^53.
 struct PlanTotals {
   double pairs = 0;           ///< attended (query, key) pairs over batch and heads
+  double dense_pairs = 0;     ///< those of dense attention, causal if this is
   double strand_rows = 0;     ///< rows of all strands: (row, head) pairs, once for each branch that covers them
   double forward_flops = 0;   ///< 4 * pairs * head_dim
   double backward_flops = 0;  ///< 10 * pairs * head_dim
   double forward_bytes = 0;   ///< every input read once, every output written once
   double backward_bytes = 0;
+  bool exact = true;  ///< false: pairs of random blocks too many to draw, or of adaptive ones, are expected numbers
 };
 
 class LONGSPAN_API Plan {
@@ -151,6 +154,7 @@ class LONGSPAN_API Plan {
 
  private:
   friend struct KernelChoice;
+  BlockCount count_pairs(std::size_t branch) const;
   void make_mask(std::size_t branch, const BlockPattern& blocks);
   void check_branch(std::size_t branch) const;
 

@@ -13,6 +13,7 @@
 #include "kernels/cuda/cuda.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
+#include "plan/check_problem.h"
 #include "plan/plan_cache.h"
 #include "util/hash.h"
 

@@ -53,7 +53,12 @@ BlockMask masks_of_entries(const Plan& plan, std::size_t index, const Call& call
 CallPlan::CallPlan(const Plan& plan, const Call& call) : cached_(plan) {
   if (plan.problem().batch == 0) return;
   for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
-    if (entries_draw_alone(plan, branch, call)) own_ = (**this).with_mask(branch, masks_of_entries(plan, branch, call));
+    const auto& mask = plan.branches()[branch].mask;
+    if (!entries_draw_alone(plan, branch, call)) {
+      if (mask) mask->make_lists(call.cancel);
+      continue;
+    }
+    own_ = (**this).with_mask(branch, masks_of_entries(plan, branch, call));
   }
 }
 

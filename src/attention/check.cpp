@@ -344,21 +344,6 @@ void check_piece_gradients(const ConstTensorView& q, const Call& call) {
 
 }  // namespace
 
-void check_options(const Options& options) {
-  if (!(options.dropout >= 0.0 && options.dropout < 1.0)) {
-    reject("dropout", "dropout is {}: give a probability from 0 up to, but not including, 1", options.dropout);
-  }
-  // Kernels compute in float32.
-  const auto finite = [](double factor) { return std::abs(factor) <= std::numeric_limits<float>::max(); };
-  if (options.scale && !finite(*options.scale)) {
-    reject("scale", "scale is {}: give a factor that is finite in float32, or none for 1 / sqrt(head_dim)",
-           *options.scale);
-  }
-  if (options.output_scale && !finite(*options.output_scale)) {
-    reject("output_scale", "output_scale is {}: give a factor that is finite in float32", *options.output_scale);
-  }
-}
-
 Problem check_forward(const Options&, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                       const TensorView& out, const TensorView& lse, const Call& call) {
   check_shapes(q, k, v, call);

@@ -6,7 +6,6 @@
 namespace longspan {
 
 /// Options that make no sense on their own.
-void check_options(const Options& options);
 
 /// Everything that docs/definition.md, section 9.1, refuses in a forward call. Returns the problem it poses.
 Problem check_forward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,

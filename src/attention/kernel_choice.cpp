@@ -8,9 +8,14 @@
 namespace longspan {
 
 KernelChoice::KernelChoice(const Plan& plan) {
+  std::string why_no_lists;
+  for (const BranchPlan& branch : plan.branches()) {
+    if (branch.mask && why_no_lists.empty()) why_no_lists = branch.mask->why_no_lists();
+  }
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     const int index = static_cast<int>(pass);
-    kernels[index] = select_kernels(plan, pass, refusals[index]);
+    if (why_no_lists.empty()) kernels[index] = select_kernels(plan, pass, refusals[index]);
+    else refusals[index] = why_no_lists;
   }
 }
 

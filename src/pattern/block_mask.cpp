@@ -1,4 +1,5 @@
-// Block masks: compressed row lists, checked when they are made; transposed lists and hash when first asked for.
+// Block masks: compressed row lists, checked when they are made; those of a plan, transposed lists and hash are made
+// when first asked for.
 #include "longspan/block_mask.h"
 
 #include <fmt/format.h>
@@ -6,8 +7,11 @@
 #include <algorithm>
 #include <limits>
 #include <mutex>
+#include <optional>
 
 #include "longspan/error.h"
+#include "pattern/block_counts.h"
+#include "pattern/block_recipe.h"
 #include "pattern/block_size.h"
 #include "pattern/kept_beside_mask.h"
 #include "util/hash.h"
@@ -18,8 +22,12 @@ struct BlockMask::Lists {
   int block_size = 0;
   std::int64_t heads = 0;
   std::int64_t blocks = 0;
-  std::vector<std::int64_t> offsets;  // heads * blocks + 1
-  std::vector<std::int32_t> columns;
+  mutable std::vector<std::int64_t> offsets;  // heads * blocks + 1
+  mutable std::vector<std::int32_t> columns;
+  // Where there is a recipe, offsets and columns are made from it when they are first needed.
+  std::optional<BlockRecipe> recipe;
+  mutable std::atomic<bool> made = true;
+  mutable std::mutex making;
 
   mutable std::once_flag transposed, hashed;
   mutable std::vector<std::int64_t> row_offsets;  // the transposed lists: block rows of each key block
@@ -32,7 +40,7 @@ struct BlockMask::Lists {
     row_offsets.assign(offsets.size(), 0);
     rows.resize(columns.size());
     for (std::int64_t head = 0; head < heads; ++head) {
-      std::int64_t* const counts = row_offsets.data() + head * blocks;  // first counts, then places, then ends
+      std::int64_t* const counts = row_offsets.data() + head * blocks;  // first counts, then first entries, then ends
       for (std::int64_t i = offsets[at(head, 0)]; i < offsets[at(head + 1, 0)]; ++i)
         ++counts[columns[static_cast<std::size_t>(i)] + 1];
       counts[0] = offsets[at(head, 0)];
@@ -56,7 +64,7 @@ struct BlockMask::Lists {
       throw InvalidArgument(name, fmt::format("{} {}: the mask has {} blocks", name, block, blocks));
   }
   /// Where the list of a block row (or column) begins; a mask of one head serves all.
-  std::size_t place_of(const char* name, std::int64_t head, std::int64_t block) const {
+  std::size_t index_of(const char* name, std::int64_t head, std::int64_t block) const {
     check_block(name, block);
     if (heads == 1) return at(0, block);
     if (head < 0 || head >= heads)
@@ -101,6 +109,36 @@ BlockMask BlockMask::trusted(int block_size, std::int64_t heads, std::int64_t bl
   lists->offsets = std::move(offsets);
   lists->columns = std::move(columns);
   return BlockMask(std::move(lists));
+}
+
+BlockMask BlockMask::planned(BlockRecipe recipe) {
+  auto lists = std::make_shared<Lists>();
+  lists->block_size = recipe.block_size;
+  lists->heads = recipe.mask_heads();
+  lists->blocks = recipe.blocks();
+  lists->made = false;
+  lists->recipe = std::move(recipe);
+  return BlockMask(std::move(lists));
+}
+
+void BlockMask::make_lists(const std::atomic<bool>* cancel) const {
+  const Lists& lists = *lists_;
+  if (lists.made.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(lists.making);
+  if (lists.made.load(std::memory_order_relaxed)) return;
+  auto [offsets, columns] = longspan::make_lists(*lists.recipe, cancel);
+  lists.offsets = std::move(offsets);
+  lists.columns = std::move(columns);
+  lists.made.store(true, std::memory_order_release);
+}
+
+std::string BlockMask::why_no_lists() const {
+  return lists_->recipe ? longspan::why_no_lists(*lists_->recipe) : std::string();
+}
+
+const BlockMask::Lists& BlockMask::made() const {
+  make_lists();
+  return *lists_;
 }
 
 BlockMask BlockMask::from_lists(int block_size, std::int64_t heads, std::int64_t blocks,
@@ -173,6 +211,11 @@ BlockMask BlockMask::from_dense(int block_size, std::int64_t heads, std::int64_t
 }
 
 std::vector<std::uint8_t> BlockMask::to_dense() const {
+  constexpr double kMostDense = 1e12;
+  if (static_cast<double>(heads()) * static_cast<double>(blocks()) * static_cast<double>(blocks()) > kMostDense) {
+    throw InvalidArgument("mask", fmt::format("{} heads of {} x {} blocks are too many for booleans: use lists",
+                                              heads(), blocks(), blocks()));
+  }
   std::vector<std::uint8_t> dense(static_cast<std::size_t>(heads() * blocks() * blocks()));
   for (std::int64_t head = 0; head < heads(); ++head) {
     for (std::int64_t block_row = 0; block_row < blocks(); ++block_row) {
@@ -188,16 +231,26 @@ std::int64_t BlockMask::heads() const { return lists_->heads; }
 std::int64_t BlockMask::blocks() const { return lists_->blocks; }
 
 std::span<const std::int32_t> BlockMask::row(std::int64_t head, std::int64_t block_row) const {
-  const std::size_t index = lists_->place_of("block_row", head, block_row);
-  const std::int64_t begin = lists_->offsets[index];
-  return {lists_->columns.data() + begin, static_cast<std::size_t>(lists_->offsets[index + 1] - begin)};
+  const Lists& lists = made();
+  const std::size_t index = lists.index_of("block_row", head, block_row);
+  const std::int64_t begin = lists.offsets[index];
+  return {lists.columns.data() + begin, static_cast<std::size_t>(lists.offsets[index + 1] - begin)};
+}
+
+std::vector<std::int32_t> BlockMask::make_row(std::int64_t head, std::int64_t block_row) const {
+  lists_->index_of("block_row", head, block_row);
+  if (lists_->recipe && !lists_->made.load(std::memory_order_acquire))
+    return longspan::make_row(*lists_->recipe, heads() == 1 ? 0 : head, block_row);
+  const auto columns = row(head, block_row);
+  return {columns.begin(), columns.end()};
 }
 
 std::span<const std::int32_t> BlockMask::column(std::int64_t head, std::int64_t block_column) const {
-  std::call_once(lists_->transposed, [&] { lists_->transpose(); });
-  const std::size_t index = lists_->place_of("block_column", head, block_column);
-  const std::int64_t begin = lists_->row_offsets[index];
-  return {lists_->rows.data() + begin, static_cast<std::size_t>(lists_->row_offsets[index + 1] - begin)};
+  const Lists& lists = made();
+  std::call_once(lists.transposed, [&] { lists.transpose(); });
+  const std::size_t index = lists.index_of("block_column", head, block_column);
+  const std::int64_t begin = lists.row_offsets[index];
+  return {lists.rows.data() + begin, static_cast<std::size_t>(lists.row_offsets[index + 1] - begin)};
 }
 
 bool BlockMask::active(std::int64_t head, std::int64_t block_row, std::int64_t block_column) const {
@@ -230,12 +283,39 @@ BlockList BlockMask::visible_column(std::int64_t head, std::int64_t block_column
   return {seen.subspan(partial), seen.subspan(0, partial)};
 }
 
-std::int64_t BlockMask::active_blocks() const { return static_cast<std::int64_t>(lists_->columns.size()); }
+std::int64_t BlockMask::active_blocks() const { return static_cast<std::int64_t>(made().columns.size()); }
+
+BlockCount BlockMask::count_blocks() const {
+  if (const auto counts = lists_->recipe ? BlockCounts::of(*lists_->recipe) : std::nullopt) {
+    const auto [value, exact] = counts->blocks();
+    return {value * static_cast<double>(heads()), exact};
+  }
+  return {static_cast<double>(active_blocks()), true};
+}
 
 double BlockMask::density() const {
   const double all =
       static_cast<double>(lists_->heads) * static_cast<double>(lists_->blocks) * static_cast<double>(lists_->blocks);
-  return all > 0 ? static_cast<double>(active_blocks()) / all : 0.0;
+  return all > 0 ? count_blocks().value / all : 0.0;
+}
+
+bool BlockMask::heads_count_alike() const {
+  return heads() == 1 || (lists_->recipe && BlockCounts::of(*lists_->recipe));
+}
+
+BlockCount BlockMask::count_pairs(std::int64_t head, std::int64_t rows, bool causal) const {
+  if (const auto counts = lists_->recipe ? BlockCounts::of(*lists_->recipe) : std::nullopt)
+    return counts->pairs(rows, causal);
+  double pairs = 0;
+  const std::int64_t size = block_size();
+  for (std::int64_t block_row = 0; block_row * size < rows; ++block_row) {
+    const double own = static_cast<double>(std::min(size, rows - block_row * size));
+    const BlockList seen = visible_row(head, block_row, rows, causal);
+    pairs += static_cast<double>(seen.full.size()) * own * static_cast<double>(size);
+    if (seen.partial.empty()) continue;
+    pairs += causal ? own * (own + 1) / 2 : own * static_cast<double>(rows - seen.partial[0] * size);
+  }
+  return {pairs, true};
 }
 
 template <class Combine>
@@ -276,21 +356,22 @@ BlockMask BlockMask::operator-(const BlockMask& other) const {
 
 bool BlockMask::operator==(const BlockMask& other) const {
   if (lists_ == other.lists_) return true;
-  return lists_->block_size == other.lists_->block_size && lists_->heads == other.lists_->heads &&
-         lists_->blocks == other.lists_->blocks && lists_->offsets == other.lists_->offsets &&
-         lists_->columns == other.lists_->columns;
+  if (block_size() != other.block_size() || heads() != other.heads() || blocks() != other.blocks()) return false;
+  const Lists &own = made(), &others = other.made();
+  return own.offsets == others.offsets && own.columns == others.columns;
 }
 
 std::uint64_t BlockMask::hash() const {
-  std::call_once(lists_->hashed, [&] {
+  const Lists& lists = made();
+  std::call_once(lists.hashed, [&] {
     Hasher hasher;
-    hasher.add(static_cast<std::uint64_t>(lists_->block_size));
-    hasher.add(static_cast<std::uint64_t>(lists_->heads));
-    for (const std::int64_t offset : lists_->offsets) hasher.add(static_cast<std::uint64_t>(offset));
-    for (const std::int32_t column : lists_->columns) hasher.add(static_cast<std::uint64_t>(column));
-    lists_->hash = hasher.value();
+    hasher.add(static_cast<std::uint64_t>(lists.block_size));
+    hasher.add(static_cast<std::uint64_t>(lists.heads));
+    for (const std::int64_t offset : lists.offsets) hasher.add(static_cast<std::uint64_t>(offset));
+    for (const std::int32_t column : lists.columns) hasher.add(static_cast<std::uint64_t>(column));
+    lists.hash = hasher.value();
   });
-  return lists_->hash;
+  return lists.hash;
 }
 
 KeptBesideMask::Thing KeptBesideMask::get(const BlockMask& mask, std::uint64_t key,
@@ -304,8 +385,10 @@ KeptBesideMask::Thing KeptBesideMask::get(const BlockMask& mask, std::uint64_t k
 }
 
 std::size_t BlockMask::bytes() const {
-  return sizeof(Lists) +
-         2 * (lists_->offsets.size() * sizeof(std::int64_t) + lists_->columns.size() * sizeof(std::int32_t));
+  if (lists_->recipe && !why_no_lists().empty()) return sizeof(Lists);
+  const double rows = static_cast<double>(heads()) * static_cast<double>(blocks());
+  const double lists = (rows + 1) * sizeof(std::int64_t) + count_blocks().value * sizeof(std::int32_t);
+  return sizeof(Lists) + 2 * static_cast<std::size_t>(lists);
 }
 
 std::string BlockMask::to_string() const {

@@ -72,15 +72,15 @@ std::string print_term(const BlockTerm& term) {
   return fmt::format("{}({})", name, numbers);
 }
 
-/// Parts of a list, without what separates them.
+/// Entries of a list, without what separates them.
 std::vector<std::string_view> split(std::string_view text, std::string_view separators) {
-  std::vector<std::string_view> parts;
+  std::vector<std::string_view> entries;
   while (!text.empty()) {
     const std::size_t end = std::min(text.find_first_of(separators), text.size());
-    parts.push_back(text.substr(0, end));
+    entries.push_back(text.substr(0, end));
     text.remove_prefix(std::min(end + 1, text.size()));
   }
-  return parts;
+  return entries;
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <cfloat>
 #include <cmath>
 
 #include "longspan/error.h"
@@ -93,8 +94,9 @@ void Pattern::check() const {
                             fmt::format("dilations[{}] is {}: dilations are at least 1", i, branches_[i].dilation));
     }
   }
-  if (!std::isfinite(output_scale_)) {
-    throw InvalidArgument("output_scale", fmt::format("output_scale is {}: give a finite factor", output_scale_));
+  if (!(std::abs(output_scale_) <= static_cast<double>(FLT_MAX) / 2)) {
+    throw InvalidArgument("output_scale",
+                          fmt::format("output_scale is {}: give a factor that float32 can hold", output_scale_));
   }
 }
 

@@ -123,8 +123,8 @@ std::size_t words_up_to(std::uint64_t seed, std::uint32_t row, std::uint32_t hea
       for (std::size_t next = count, end = count += static_cast<std::size_t>(std::popcount(left)); next < end;) {
         for (int i = 0; i < 4; ++i, ++next, left &= left - 1) {
           const int bit = std::countr_zero(left | std::uint64_t{1} << 63);
-          const std::int64_t place = (group + bit / 8) * lanes + bit % 8;
-          found[next] = (words[place] & 0xFFFFFFFF00000000u) | static_cast<std::uint64_t>(first + place);
+          const std::int64_t index = (group + bit / 8) * lanes + bit % 8;
+          found[next] = (words[index] & 0xFFFFFFFF00000000u) | static_cast<std::uint64_t>(first + index);
         }
       }
     }

@@ -1,4 +1,4 @@
-// Drawing plans: counts keys of a few rows per cell, by strand arithmetic and block lists, never pair by pair.
+// Drawing plans: counts keys of a few rows per cell, by strand arithmetic and block rows, never pair by pair.
 #include "longspan/picture.h"
 
 #include <fmt/format.h>
@@ -10,32 +10,101 @@
 namespace longspan {
 namespace {
 
-constexpr std::int64_t kRowsPerCell = 16;  // looked at, spread over the cell
+constexpr std::int64_t kRowsPerCell = 16;                    // looked at, spread over the cell
+constexpr double kMostEntries = 1 << 28;                     // of block rows that are made for one picture
+constexpr std::int64_t kMostBlocks = std::int64_t{1} << 26;  // a row of these takes a fraction of a second
 
 constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
 
-/// Rows of [0, count) whose position start + row * stride lies below `position`.
+/// Rows of the strand whose position lies below `position`.
 std::int64_t rows_below(const Strand& strand, std::int64_t position) {
-  return std::clamp<std::int64_t>(ceil_divide(position - strand.start, strand.stride), 0, strand.count);
+  if (position <= strand.start) return 0;
+  return std::min(ceil_divide(position - strand.start, strand.stride), strand.count);
 }
 
-/// Adds the keys of strand rows [begin, end) to the cells they lie in.
-void add_keys(const Strand& strand, std::int64_t begin, std::int64_t end, std::int64_t cell,
+/// Adds `weight` for each key of strand rows [begin, end) to the cells they lie in.
+void add_keys(const Strand& strand, std::int64_t begin, std::int64_t end, std::int64_t cell, double weight,
               std::vector<double>& keys) {
   while (begin < end) {
     const std::int64_t column = (strand.start + begin * strand.stride) / cell;
     const std::int64_t stop = std::min(end, std::max(begin + 1, rows_below(strand, (column + 1) * cell)));
-    keys[static_cast<std::size_t>(column)] += static_cast<double>(stop - begin);
+    keys[static_cast<std::size_t>(column)] += weight * static_cast<double>(stop - begin);
     begin = stop;
   }
 }
 
-std::string shade(float share, bool ascii) {
-  static constexpr const char* kBlocks[] = {"··", "░░", "▒▒", "▓▓", "██"};
-  static constexpr const char* kLetters[] = {"..", "::", "++", "xx", "##"};
-  const int level = share <= 0 ? 0 : std::min(4, 1 + static_cast<int>(share * 4));
-  return ascii ? kLetters[level] : kBlocks[level];
+/// The positions that a branch covers for one head, as a list that is never written out.
+class CoveredRows {
+ public:
+  CoveredRows(const BranchPlan& branch, std::int64_t head, std::int64_t tokens)
+      : branch_(branch), head_(head), tokens_(tokens), per_segment_(strand(0).count) {}
+
+  Strand strand(std::int64_t segment) const { return branch_.strand(head_, segment, tokens_); }
+  /// How many lie below `position`.
+  std::int64_t below(std::int64_t position) const {
+    const std::int64_t segment = position / branch_.segment;
+    return segment * per_segment_ + rows_below(strand(segment), position);
+  }
+  /// Segment and row in its strand of the covered row with this index.
+  std::pair<std::int64_t, std::int64_t> at(std::int64_t index) const {
+    const std::int64_t segment =
+        std::min(index / std::max<std::int64_t>(per_segment_, 1), branch_.segments(tokens_) - 1);
+    return {segment, index - segment * per_segment_};
+  }
+
+ private:
+  const BranchPlan& branch_;
+  std::int64_t head_, tokens_, per_segment_;
+};
+
+/// Counts the attended pairs of one row of cells.
+class CellRow {
+ public:
+  CellRow(const Plan& plan, std::int64_t head, std::int64_t cell, std::int64_t cells)
+      : plan_(plan), head_(head), cell_(cell), cells_(cells), pairs_(static_cast<std::size_t>(cells)) {}
+
+  /// Pairs of rows first .. last - 1 in each column of cells.
+  const std::vector<double>& count(std::int64_t first, std::int64_t last) {
+    std::fill(pairs_.begin(), pairs_.end(), 0.0);
+    for (const BranchPlan& branch : plan_.branches()) {
+      if (!branch.owns(head_) || !branch.active(plan_.problem().tokens)) continue;
+      const CoveredRows rows(branch, head_, plan_.problem().tokens);
+      const std::int64_t begin = rows.below(first), covered = rows.below(last) - begin;
+      const std::int64_t looked_at = std::min(covered, rows_per_cell(branch));
+      for (std::int64_t i = 0; i < looked_at; ++i) {
+        const auto [segment, row] = rows.at(begin + (2 * i + 1) * covered / (2 * looked_at));
+        add_row(branch, rows.strand(segment), row, static_cast<double>(covered) / static_cast<double>(looked_at));
+      }
+    }
+    return pairs_;
+  }
+
+ private:
+  std::int64_t rows_per_cell(const BranchPlan& branch) const {
+    if (!branch.mask) return kRowsPerCell;
+    const double entries = static_cast<double>(branch.mask->blocks()) * static_cast<double>(cells_);
+    return std::clamp<std::int64_t>(static_cast<std::int64_t>(kMostEntries / entries), 1, kRowsPerCell);
+  }
+
+  void add_row(const BranchPlan& branch, const Strand& strand, std::int64_t row, double weight) {
+    const std::int64_t end = plan_.options().causal ? row + 1 : strand.count;
+    if (!branch.mask) return add_keys(strand, 0, end, cell_, weight, pairs_);
+    const std::int64_t size = branch.mask->block_size();
+    for (const std::int64_t block : branch.mask->make_row(branch.mask_head(0, head_), row / size))
+      add_keys(strand, block * size, std::min((block + 1) * size, end), cell_, weight, pairs_);
+  }
+
+  const Plan& plan_;
+  std::int64_t head_, cell_, cells_;
+  std::vector<double> pairs_;
+};
+
+/// Levels a factor of four apart, since dilation r leaves 1 / r^2 of the pairs: 4 from half of the pairs on.
+int shade_of(float share) {
+  return share <= 0 ? 0 : share >= 0.5f ? 4 : share >= 0.125f ? 3 : share >= 1.0f / 32 ? 2 : 1;
 }
+
+constexpr const char* kShades[2][5] = {{"··", "░░", "▒▒", "▓▓", "██"}, {"..", "::", "++", "xx", "##"}};
 
 }  // namespace
 
@@ -47,46 +116,31 @@ PatternPicture picture(const Plan& plan, std::int64_t head, std::int64_t most_ce
     throw InvalidArgument("cells", fmt::format("cells is {}: give 1 to 4096", most_cells));
   std::int64_t grain = 1;
   for (const BranchPlan& branch : plan.branches()) {
-    if (branch.mask && branch.owns(head)) grain = std::max(grain, branch.mask->block_size() * branch.dilation);
+    if (!branch.mask || !branch.owns(head)) continue;
+    if (branch.mask->blocks() > kMostBlocks) {
+      throw InvalidArgument("tokens", fmt::format("{} tokens are {} blocks: pictures are drawn of up to {}; a shorter "
+                                                  "sequence shows the same pattern",
+                                                  problem.tokens, branch.mask->blocks(), kMostBlocks));
+    }
+    grain = std::max(grain, branch.mask->block_size() * branch.dilation);
   }
   PatternPicture result;
+  result.tokens = problem.tokens;
+  result.head = head;
   if (problem.tokens == 0) return result;
   const std::int64_t cell = ceil_divide(ceil_divide(problem.tokens, most_cells), grain) * grain;
   result.cell_tokens = cell;
   result.cells = ceil_divide(problem.tokens, cell);
-  const auto cells = static_cast<std::size_t>(result.cells);
-  result.share.resize(cells * cells);
-  std::vector<double> seen(cells), all(cells);
-  for (std::int64_t row_cell = 0; row_cell < result.cells; ++row_cell) {
-    for (const BranchPlan& branch : plan.branches()) {
-      if (!branch.owns(head) || !branch.active(problem.tokens)) continue;
-      std::fill(seen.begin(), seen.end(), 0.0);
-      std::fill(all.begin(), all.end(), 0.0);
-      const std::int64_t first = row_cell * cell, last = std::min(first + cell, problem.tokens);
-      const std::int64_t step =
-          std::max<std::int64_t>(1, (last - first) / branch.dilation / kRowsPerCell) * branch.dilation;
-      std::int64_t position = first;
-      while (position < last && !branch.covers(head, position)) ++position;
-      for (; position < last; position += step) {
-        while (position < last && !branch.covers(head, position)) ++position;
-        if (position >= last) break;
-        const Strand strand = branch.strand(head, position / branch.segment, problem.tokens);
-        const std::int64_t own = (position - strand.start) / strand.stride,
-                           end = plan.options().causal ? own + 1 : strand.count;
-        add_keys(strand, 0, strand.count, cell, all);
-        if (!branch.mask) {
-          add_keys(strand, 0, end, cell, seen);
-          continue;
-        }
-        const std::int64_t size = branch.mask->block_size();
-        for (const std::int64_t block : branch.mask->row(branch.mask_head(0, head), own / size)) {
-          add_keys(strand, block * size, std::min((block + 1) * size, end), cell, seen);
-        }
-      }
-      for (std::size_t column = 0; column < cells; ++column) {
-        float& share = result.share[static_cast<std::size_t>(row_cell) * cells + column];
-        if (seen[column] > 0) share = std::max(share, static_cast<float>(seen[column] / all[column]));
-      }
+  result.share.resize(static_cast<std::size_t>(result.cells * result.cells));
+  const auto positions_in = [&](std::int64_t index) {
+    return static_cast<double>(std::min(cell, problem.tokens - index * cell));
+  };
+  CellRow counted(plan, head, cell, result.cells);
+  for (std::int64_t row = 0; row < result.cells; ++row) {
+    const std::vector<double>& pairs = counted.count(row * cell, std::min((row + 1) * cell, problem.tokens));
+    for (std::int64_t column = 0; column < result.cells; ++column) {
+      const double share = pairs[static_cast<std::size_t>(column)] / (positions_in(row) * positions_in(column));
+      result.share[static_cast<std::size_t>(row * result.cells + column)] = static_cast<float>(std::min(share, 1.0));
     }
   }
   return result;
@@ -95,37 +149,16 @@ PatternPicture picture(const Plan& plan, std::int64_t head, std::int64_t most_ce
 std::string PatternPicture::to_text(bool ascii) const {
   std::string text;
   for (std::int64_t row = 0; row < cells; ++row) {
-    for (std::int64_t column = 0; column < cells; ++column) text += shade(at(row, column), ascii);
+    for (std::int64_t column = 0; column < cells; ++column) text += kShades[ascii][shade_of(at(row, column))];
     text += '\n';
   }
   return text;
 }
 
-std::string PatternPicture::to_svg(std::string_view title) const {
-  std::string safe;
-  for (const char letter : title) {
-    if (letter == '&') safe += "&amp;";
-    else if (letter == '<') safe += "&lt;";
-    else safe += letter;
-  }
-  std::string svg = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {0}\" width=\"480\" height=\"480\" "
-      "shape-rendering=\"crispEdges\" "
-      "role=\"img\"><title>{1}</title>\n<rect width=\"{0}\" height=\"{0}\" fill=\"#8a94a6\" "
-      "fill-opacity=\"0.15\"/>\n<g fill=\"#3d6bd6\">\n",
-      cells, safe);
-  for (std::int64_t row = 0; row < cells; ++row) {
-    for (std::int64_t column = 0; column < cells;) {
-      std::int64_t end = column + 1;
-      while (end < cells && at(row, end) == at(row, column)) ++end;
-      if (at(row, column) > 0) {
-        svg += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"1\" fill-opacity=\"{:.2g}\"/>\n", column, row,
-                           end - column, 0.25 + 0.75 * at(row, column));
-      }
-      column = end;
-    }
-  }
-  return svg + "</g>\n</svg>\n";
+std::string shade_legend(bool ascii) {
+  const auto& shades = kShades[ascii];
+  return fmt::format("share of pairs that attend: {} 1/2  {} 1/8  {} 1/32  {} less  {} none", shades[4], shades[3],
+                     shades[2], shades[1], shades[0]);
 }
 
 }  // namespace longspan

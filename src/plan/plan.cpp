@@ -5,32 +5,52 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "longspan/error.h"
+#include "pattern/block_counts.h"
 #include "plan/branch.h"
+#include "plan/check_problem.h"
 
 namespace longspan {
 namespace {
 
 using strands::ceil_divide;
 
-/// Pairs inside one strand of `count` rows, as the mask and causality leave them.
-double strand_pairs(std::int64_t count, bool causal, const std::optional<BlockMask>& mask, std::int64_t head) {
-  if (!mask || count == 0) {
+/// Counts pairs of strands of one branch, each length once: strands of a branch have few lengths, and heads are many.
+class StrandPairs {
+ public:
+  StrandPairs(const BranchPlan& branch, const Plan& plan)
+      : mask_(branch.mask), causal_(plan.options().causal), alike_(!mask_ || mask_->heads_count_alike()) {
+    if (branch.adaptive_density > 0) {
+      adaptive_ = BlockCounts::expected({.block_size = mask_->block_size(),
+                                         .terms = BlockPattern::adaptive(branch.adaptive_density).terms(),
+                                         .rows = plan.problem().tokens,
+                                         .causal = causal_});
+    }
+  }
+  /// Of a strand of `count` rows of a head of the mask.
+  double of(std::int64_t count, std::int64_t mask_head) {
+    const auto [known, added] = counted_.try_emplace({alike_ ? 0 : mask_head, count});
+    if (added) known->second = this->count(count, mask_head);
+    exact_ = exact_ && known->second.exact;
+    return known->second.value;
+  }
+  bool exact() const { return exact_; }
+
+ private:
+  BlockCount count(std::int64_t count, std::int64_t mask_head) const {
+    if (adaptive_) return {adaptive_->pairs(count, causal_).value, false};
+    if (mask_ && count > 0) return mask_->count_pairs(mask_head, count, causal_);
     const double rows = static_cast<double>(count);
-    return causal ? rows * (rows + 1) / 2 : rows * rows;
+    return {causal_ ? rows * (rows + 1) / 2 : rows * rows, true};
   }
-  double pairs = 0;
-  const std::int64_t size = mask->block_size();
-  for (std::int64_t block_row = 0; block_row * size < count; ++block_row) {
-    const double rows = static_cast<double>(std::min(size, count - block_row * size));
-    const BlockList seen = mask->visible_row(head, block_row, count, causal);
-    pairs += static_cast<double>(seen.full.size()) * rows * static_cast<double>(size);
-    if (seen.partial.empty()) continue;
-    pairs += causal ? rows * (rows + 1) / 2 : rows * static_cast<double>(count - seen.partial[0] * size);
-  }
-  return pairs;
-}
+
+  const std::optional<BlockMask>& mask_;
+  bool causal_, alike_, exact_ = true;
+  std::optional<BlockCounts> adaptive_;
+  std::map<std::pair<std::int64_t, std::int64_t>, BlockCount> counted_;
+};
 
 void check_mask(const BlockMask& mask, std::size_t branch, std::int64_t rows, const Problem& problem) {
   const std::int64_t needed = ceil_divide<std::int64_t>(rows, mask.block_size());
@@ -45,21 +65,6 @@ void check_mask(const BlockMask& mask, std::size_t branch, std::int64_t rows, co
         "mask", fmt::format("the block mask of branch {} has {} heads: give 1, {} or, for a mask per batch entry, {}",
                             branch, mask.heads(), problem.heads, problem.batch * problem.heads));
   }
-}
-
-/// Heads are walked through one by one; everything else only has to make sense.
-void check_problem(const Problem& problem) {
-  constexpr std::int64_t kMostHeads = std::int64_t{1} << 20;
-  const auto reject = [](const char* name, std::int64_t value, const char* fix) {
-    throw InvalidArgument(name, fmt::format("{} is {}: {}", name, value, fix));
-  };
-  if (problem.batch < 0) reject("batch", problem.batch, "give 0 or more entries");
-  if (problem.tokens < 0) reject("tokens", problem.tokens, "give 0 or more rows");
-  if (problem.query_rows < 0) reject("query_rows", problem.query_rows, "give 0 or more rows");
-  if (problem.heads < 1 || problem.heads > kMostHeads) reject("heads", problem.heads, "give 1 to 1048576 heads");
-  if (problem.kv_heads < 1 || problem.heads % problem.kv_heads != 0)
-    reject("kv_heads", problem.kv_heads, "the number of heads must be a multiple of it");
-  if (problem.head_dim < 1) reject("head_dim", problem.head_dim, "give at least 1");
 }
 
 }  // namespace
@@ -84,6 +89,7 @@ std::int64_t BranchPlan::padding(const Strand& strand, std::int64_t length, bool
 
 Plan::Plan(Pattern pattern, Options options, Problem problem)
     : pattern_(std::move(pattern)), options_(std::move(options)), problem_(problem) {
+  check_options(options_);
   check_problem(problem_);
   const auto& branches = pattern_.branches();
   const std::int64_t groups = static_cast<std::int64_t>(branches.size());
@@ -104,7 +110,9 @@ Plan::Plan(Pattern pattern, Options options, Problem problem)
     const Branch& source = branches[static_cast<std::size_t>(i)];
     BranchPlan branch;
     branch.segment = source.segment;
-    branch.dilation = source.dilation;
+    // A dilation beyond segment, sequence and heads selects the same rows as this one, whose products do not overflow.
+    branch.dilation =
+        std::min(source.dilation, std::max({std::min(source.segment, problem_.tokens), heads, std::int64_t{1}}));
     branch.head_begin = by_groups ? head_begin : 0;
     branch.head_count = by_groups ? heads / groups + (i < heads % groups ? 1 : 0) : heads;
     head_begin += branch.head_count;
@@ -129,7 +137,7 @@ void Plan::make_mask(std::size_t index, const BlockPattern& blocks) {
   }
   branch.adaptive_density = blocks.adaptive_density();
   const std::int64_t rows = branch.longest_strand(problem_.tokens);
-  BlockMask mask = blocks.mask(rows, problem_.heads, options_.causal);
+  BlockMask mask = blocks.planned_mask(rows, problem_.heads, options_.causal);
   check_mask(mask, index, rows, problem_);
   branch.mask_entry_stride = mask.heads() > problem_.heads ? problem_.heads : 0;
   branch.mask = std::move(mask);
@@ -151,32 +159,36 @@ void Plan::check_branch(std::size_t index) const {
     throw InvalidArgument("branch", fmt::format("branch {}: the plan has {} branches", index, branches_.size()));
 }
 
-double Plan::pairs(std::size_t index) const {
+double Plan::pairs(std::size_t index) const { return count_pairs(index).value; }
+
+BlockCount Plan::count_pairs(std::size_t index) const {
   check_branch(index);
   const BranchPlan& branch = branches_[index];
   const std::int64_t length = problem_.tokens;
-  if (length == 0 || !branch.active(length)) return 0;
+  if (length == 0 || !branch.active(length)) return {};
   const std::int64_t segments = branch.segments(length);
   double total = 0;
+  StrandPairs pairs(branch, *this);
   const bool entries_differ = branch.mask_entry_stride > 0;
   for (std::int64_t entry = 0; entry < (entries_differ ? problem_.batch : 1); ++entry) {
     for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
       const auto of = [&](std::int64_t segment) {
-        return strand_pairs(branch.strand(head, segment, length).count, options_.causal, branch.mask,
-                            branch.mask_head(entry, head));
+        return pairs.of(branch.strand(head, segment, length).count, branch.mask_head(entry, head));
       };
       // All segments but the last are alike.
       total += static_cast<double>(segments - 1) * of(0) + of(segments - 1);
     }
   }
-  return entries_differ ? total : total * static_cast<double>(problem_.batch);
+  return {entries_differ ? total : total * static_cast<double>(problem_.batch), pairs.exact()};
 }
 
 PlanTotals Plan::totals() const {
   PlanTotals totals;
   const std::int64_t length = problem_.tokens;
   for (std::size_t i = 0; i < branches_.size(); ++i) {
-    totals.pairs += pairs(i);
+    const BlockCount counted = count_pairs(i);
+    totals.pairs += counted.value;
+    totals.exact = totals.exact && counted.exact;
     const BranchPlan& branch = branches_[i];
     if (length == 0 || !branch.active(length)) continue;
     const std::int64_t segments = branch.segments(length);
@@ -187,6 +199,9 @@ PlanTotals Plan::totals() const {
            static_cast<double>(branch.strand(head, segments - 1, length).count));
     }
   }
+  const double rows = static_cast<double>(length);
+  totals.dense_pairs = static_cast<double>(problem_.batch) * static_cast<double>(problem_.heads) *
+                       (options_.causal ? rows * (rows + 1) / 2 : rows * rows);
   const double head_dim = static_cast<double>(problem_.head_dim);
   totals.forward_flops = 4 * totals.pairs * head_dim;
   totals.backward_flops = 10 * totals.pairs * head_dim;

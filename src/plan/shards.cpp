@@ -10,16 +10,18 @@
 namespace longspan {
 namespace {
 
+constexpr int kMostRanks = 1 << 20;
+
 void check_counts(std::int64_t tokens, int ranks) {
-  if (tokens < 0) throw InvalidArgument("tokens", fmt::format("{} tokens: give none or more", tokens));
-  constexpr int kMostRanks = 1 << 20;
+  if (tokens < 0 || tokens > kMostTokens)
+    throw InvalidArgument("tokens", fmt::format("{} tokens: give 0 to {}", tokens, kMostTokens));
   if (ranks < 1 || ranks > kMostRanks)
     throw InvalidArgument("ranks", fmt::format("{} ranks: give 1 to {}", ranks, kMostRanks));
 }
 
-/// Where part `index` of `parts` begins, lengths differing by at most one.
-std::int64_t boundary(std::int64_t tokens, std::int64_t parts, std::int64_t index) {
-  return tokens / parts * index + std::min(index, tokens % parts);
+/// Where range `index` of `ranges` begins, lengths differing by at most one.
+std::int64_t boundary(std::int64_t tokens, std::int64_t ranges, std::int64_t index) {
+  return tokens / ranges * index + std::min(index, tokens % ranges);
 }
 
 }  // namespace
@@ -38,6 +40,9 @@ Shards Shards::contiguous(std::span<const std::int64_t> offsets) {
         "offsets", fmt::format("offsets are [{}]: give 0, the first row of each further rank, and the number of tokens",
                                fmt::join(offsets, ", ")));
   }
+  if (offsets.back() > kMostTokens)
+    throw InvalidArgument("offsets",
+                          fmt::format("offsets end at {}: give at most {} tokens", offsets.back(), kMostTokens));
   Shards shards;
   for (std::size_t rank = 0; rank + 1 < offsets.size(); ++rank) {
     if (offsets[rank + 1] < offsets[rank]) {

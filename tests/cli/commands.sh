@@ -38,6 +38,17 @@ has '"pairs": 2048.0' # 8 heads of 16 x 16
 expect 0 "" "$longspan" plan --tokens 128K
 has "131,072 tokens"
 expect 0 "" "$longspan" plan --tokens 0
+# Block patterns of any length are counted, not listed: exactly, or by the expected number of random blocks.
+for pattern in 'local_window(512)' 'strided(4096)+global_local(64,512)' hierarchical; do
+  expect 0 "" timeout 20 "$longspan" plan --tokens 1T --pattern "$pattern" --json
+  has '"exact": true' 'are too many blocks for a mask'
+done
+expect 0 "" timeout 20 "$longspan" plan --tokens 8M --pattern bigbird
+has "about " "% of dense attention"
+# Sizes that no problem has are refused where they enter.
+expect 2 "tokens is 1099511627777" "$longspan" plan --tokens 1099511627777
+expect 2 "scale is 1e.300" "$longspan" plan --scale 1e300
+expect 2 "1000000000 ranks" "$longspan" plan --ranks 1000000000
 expect 0 "" "$longspan" plan --pattern "longnet phase=torchscale pad_keys 64/1 128/4" --tokens 4096
 
 # Patterns as pictures, and block masks through files and back.
@@ -49,7 +60,24 @@ grep -Fq '</svg>' bigbird.svg || fail "no drawing in bigbird.svg"
 expect 0 "" "$longspan" show --mask mask.npy --tokens 2048 --heads 2 --json
 has '"active_blocks"' '"density"' '"share"' '"pairs_of_dense"' 'block_sparse block=64 heads=2 blocks=32 rows='
 expect 0 "" "$longspan" show --segments 64,256 --dilations 1,4 --heads 2 --head 1 --tokens 512 --causal
-has "head 1 of 2" "% of dense"
+has "head 1 of 2" "% of causal dense attention"
+# plan and show agree on what dense attention is.
+for command in plan show; do
+  expect 0 "" "$longspan" "$command" --pattern dense --causal --tokens 100 --heads 1
+  has "5.05 K pairs, 100% of causal dense attention"
+  expect 0 "" "$longspan" "$command" --pattern 'longnet whole/2' --tokens 100 --heads 1
+  has "2.50 K pairs, 25% of dense attention"
+done
+# Pictures fit the terminal, and show several heads.
+expect 0 "" env COLUMNS=40 "$longspan" show --tokens 8K --head 0,7
+has "head 0 of 8" "head 7 of 8" "share of pairs that attend"
+awk 'length($0) > 40 && !/tokens, head|attention/ { exit 1 }' <(LC_ALL=C.UTF-8 sed 's/[^ -~]/x/g' stdout) || fail "a line is wider than the terminal"
+expect 0 "" "$longspan" show --segments 16,32,64 --dilations 1,2,4 --heads 3 --head 0,1,2 --tokens 64 --svg heads.svg
+for text in "head 2, 64 tokens" "key position" "query position" "share of pairs that attend" "<title>dilated 16/1 32/2 64/4</title>"; do
+  grep -Fq -- "$text" heads.svg || fail "the drawing lacks $text"
+done
+expect 2 "head 9" "$longspan" show --head 0,9
+expect 2 "head" "$longspan" show --head ,
 expect 0 "" "$longspan" check --pattern 'block=16 local_window(48)+random(0.2,3)' --tokens 200 --heads 2 --head-dim 16
 expect 0 "" "$longspan" check --pattern 'adaptive(0.3) block=16' --tokens 200 --heads 2 --head-dim 16 --causal
 expect 0 "" "$longspan" demo --pattern 'adaptive(0.3) block=16' --tokens 600 --heads 2 --json

@@ -1,0 +1,43 @@
+// How the mask of a block pattern is made: the lists of its rows, and what they hold in all without making them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "longspan/block_pattern.h"
+
+namespace longspan {
+
+/// Blocks that hold so many rows.
+constexpr std::int64_t blocks_of(std::int64_t rows, std::int64_t block_size) {
+  return rows / block_size + (rows % block_size != 0);
+}
+
+struct BlockRecipe {
+  int block_size = kDefaultBlockSize;
+  std::vector<BlockTerm> terms = {};
+  std::optional<BlockMask> custom = {};
+  std::int64_t rows = 0;
+  std::int64_t heads = 1;  ///< of the problem; a custom mask may have as many for each batch entry
+  bool causal = false;
+
+  std::int64_t blocks() const { return blocks_of(rows, block_size); }
+  std::int64_t mask_heads() const;
+};
+
+struct BlockLists {
+  std::vector<std::int64_t> offsets;  ///< mask heads * blocks + 1
+  std::vector<std::int32_t> columns;
+};
+
+/// Why the lists would be too long to be made; empty where they can be.
+std::string why_no_lists(const BlockRecipe& recipe);
+/// One row of the lists. Throws InvalidArgument where there are more blocks than lists can number.
+std::vector<std::int32_t> make_row(const BlockRecipe& recipe, std::int64_t head, std::int64_t block_row);
+/// Throws InvalidArgument where there would be too many entries, Cancelled when told to stop.
+BlockLists make_lists(const BlockRecipe& recipe, const std::atomic<bool>* cancel = nullptr);
+
+}  // namespace longspan

@@ -248,7 +248,7 @@ std::shared_ptr<Communicator> join_processes(const RingCommand& command) {
     }
     return nullptr;
   }
-  if (launched == 0 && !under_mpi()) {
+  if (launched == 0 && !under_mpi() && !std::getenv("PMIX_RANK")) {
     throw InvalidArgument("ranks",
                           "no ranks: give --ranks 4 for ranks of this process, or start the command with mpirun -n 4");
   }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Checks what the pages of the repository name: files exist, links lead somewhere, tables of results are those of
-bench/results.
+bench/results, lines wrap at 120.
 
 Prints each line that is wrong and exits with 1.
 """
@@ -12,6 +12,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: A path in backquotes that begins with one of these names a file or folder of the repository.
 FOLDERS = ("include/", "src/", "cli/", "python/", "tests/", "bench/", "scripts/", "docs/", "examples/", "cmake/")
+WIDTH = 120
 
 
 def pages() -> list[pathlib.Path]:
@@ -39,6 +40,9 @@ def problems(page: pathlib.Path):
         for target in re.findall(r"\]\(([^)#\s]+)", line):
             if not code and "://" not in target and not (page.parent / target).exists():
                 yield f"{where}:{number}: the link to {target} leads nowhere"
+        wraps = not (code or line.startswith(("|", "    ", "!")) or "://" in line)
+        if wraps and len(line) > WIDTH:
+            yield f"{where}:{number}: {len(line)} columns"
 
 
 def main() -> int:

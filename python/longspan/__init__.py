@@ -9,6 +9,10 @@ longspan.torch has the drop-in modules, longspan.torchscale makes torchscale and
 
 from __future__ import annotations
 
+from ._named import name_arguments
+
+name_arguments()  # before anything else takes functions of the compiled module
+
 from . import device_memory, host_memory, plan_cache
 from ._communicator import Communicator
 from ._errors import (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Mapping
 
 
@@ -47,6 +49,21 @@ class Cancelled(Error):
 
 class LongspanWarning(UserWarning):
     """Something was accepted but has no effect, or is probably not meant."""
+
+
+_warned: set[str] = set()
+_PACKAGE = __name__.partition(".")[0]
+
+
+def warn_once(key: str, message: str) -> None:
+    """One warning per process for each key, at the caller's line outside of this package (and of torch's calls)."""
+    if key in _warned:
+        return
+    _warned.add(key)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (_PACKAGE, "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, LongspanWarning, stacklevel=level)
 
 
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:

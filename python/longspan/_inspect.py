@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from . import _longspan
+from ._diagnosis import diagnosed
 from ._errors import InvalidArgument
-from ._longspan import BlockMask, Pattern
-from ._operator import _call_data, _is_torch, _new, _placement, _prepared
+from ._longspan import BlockMask, BlockPattern, Pattern
+from ._operator import Array, call_data, check_arrays, is_torch, new_array, placement, prepared, rows_of
 from ._patterns import compiled
 
 
 def _like(array: np.ndarray, q: Any) -> Any:
-    if not _is_torch(q):
+    if not is_torch(q):
         return array
     import torch
 
@@ -23,29 +24,34 @@ def _like(array: np.ndarray, q: Any) -> Any:
 
 
 def _float32(q: Any) -> Any:
-    if not _is_torch(q):
+    if not is_torch(q):
         return np.float32
     import torch
 
     return torch.float32
 
 
-def _run(
-    function: Any, pattern: Any, causal: bool, scale: float | None, q: Any, k: Any, data: tuple, *arguments: Any
-) -> Any:
+def _run(function: Any, q: Any, k: Any, pattern: Any, more: tuple = (), **arguments: Any) -> Any:
     """Calls the compiled module on arrays where they are."""
-    for name, array in (("q", q), ("k", k)):
-        if getattr(array, "ndim", 0) != 4:
-            raise InvalidArgument(f"{name} needs 4 dimensions: give [batch, tokens, heads, head_dim]", name)
-    operator = compiled(pattern, causal, scale, None, 0.0, False, False, False, None)
-    stream = _placement(q).get("stream", 0)
-    return function(operator, _prepared("q", q), _prepared("k", k), *_call_data(*data), *arguments, stream=stream)
+    names = ("lengths", "key_mask", "alibi_slopes")
+    try:
+        check_arrays(False, q=q, k=k)
+        operator = compiled(pattern, arguments["causal"], arguments.get("scale"))
+        data = call_data(*(arguments.get(name) for name in names))
+        q_rows, k_rows = rows_of(q), rows_of(k)  # kept alive: what is prepared is an address
+        ranges = arguments["query_ranges"]
+        return function(
+            operator, prepared("q", q_rows), prepared("k", k_rows), *data, ranges, *more,
+            stream=placement(q).get("stream", 0),
+        )  # fmt: skip
+    except InvalidArgument as error:
+        raise diagnosed(error, {"q": q, "k": k, **arguments}) from None
 
 
 def attention_blocks(
     q: Any,
     k: Any,
-    pattern: Pattern | str | None = None,
+    pattern: Pattern | BlockPattern | str | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -63,16 +69,16 @@ def attention_blocks(
     Memory grows with the pairs that attend, and they are found on the host, wherever the arrays are; attention_received
     stays linear in the tokens and runs where they are."""
     places, values, size = _run(
-        _longspan.attention_blocks, pattern, causal, scale, q, k, (lengths, key_mask, alibi_slopes), query_ranges,
-        block_size or 0,
+        _longspan.attention_blocks, q, k, pattern, (0 if block_size is None else block_size,), causal=causal,
+        scale=scale, lengths=lengths, key_mask=key_mask, alibi_slopes=alibi_slopes, query_ranges=query_ranges,
     )  # fmt: skip
     return {"block_indices": _like(places, q), "block_values": _like(values, q), "block_size": size}
 
 
 def attention_received(
-    q: Any,
-    k: Any,
-    pattern: Pattern | str | None = None,
+    q: Array,
+    k: Array,
+    pattern: Pattern | BlockPattern | str | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -80,15 +86,14 @@ def attention_received(
     key_mask: Any = None,
     alibi_slopes: Any = None,
     query_ranges: Sequence[tuple[int, int]] | None = None,
-) -> Any:
+) -> Array:
     """The total weight every key receives from all queries, float32 [batch, heads, tokens]: what heat maps draw. Costs
     a forward and a backward where the arrays are, and memory linear in the tokens."""
-    received = None
-    if getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4:  # else _run says what is wrong
-        received = _new(q, (q.shape[0], q.shape[2], k.shape[1]), _float32(q))
+    check_arrays(False, q=q, k=k)
+    received = new_array(q, (q.shape[0], q.shape[2], k.shape[1]), _float32(q))
     _run(
-        _longspan.attention_received, pattern, causal, scale, q, k, (lengths, key_mask, alibi_slopes), query_ranges,
-        _prepared("received", received),
+        _longspan.attention_received, q, k, pattern, (prepared("received", received),), causal=causal, scale=scale,
+        lengths=lengths, key_mask=key_mask, alibi_slopes=alibi_slopes, query_ranges=query_ranges,
     )  # fmt: skip
     return received
 
@@ -96,7 +101,7 @@ def attention_received(
 def adaptive_mask(
     q: Any,
     k: Any,
-    pattern: Pattern | str,
+    pattern: Pattern | BlockPattern | str,
     *,
     causal: bool = False,
     lengths: Any = None,
@@ -104,4 +109,7 @@ def adaptive_mask(
     query_ranges: Sequence[tuple[int, int]] | None = None,
 ) -> BlockMask:
     """The blocks an adaptive pattern chooses for these arrays: a mask of batch * heads heads, entry by entry."""
-    return _run(_longspan.adaptive_mask, pattern, causal, None, q, k, (lengths, key_mask, None), query_ranges)
+    return _run(
+        _longspan.adaptive_mask, q, k, pattern, causal=causal, lengths=lengths, key_mask=key_mask,
+        query_ranges=query_ranges,
+    )  # fmt: skip

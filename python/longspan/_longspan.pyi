@@ -283,10 +283,8 @@ class TorchCalls:
 
     def __init__(self, *, exchange: object, types: tuple, observers: tuple, autocast_enabled: object, grad_enabled: object, empty_like: object, contiguous_empty_like: object, empty_f32: object, empty_f64: object) -> None: ...
 
-    def mode(self, query: object | None, key: object | None, value: object | None) -> int:
-        """
-        0: through the dispatcher, 1: past it, 2: past it, recording gradients.
-        """
+    def route(self, query: object | None, key: object | None, value: object | None) -> int:
+        """A number of longspan.torch.operator.Route."""
 
     def forward(self, attention: Attention, query: object, key: object, value: object, with_lse: bool, lengths: object | None = None, key_mask: object | None = None, alibi_slopes: object | None = None, query_ranges: Sequence[tuple[int, int]] | None = None, seed: int = 0, seed_pointer: int = 0) -> tuple:
         """(out, lse or None)"""

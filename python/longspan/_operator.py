@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
-from ._errors import InvalidArgument
-from ._longspan import Pattern
-from ._patterns import compiled
+from ._arguments import DATA_NAMES, DATA_SET, NAMES, Arguments, listed, refuse_names, check_seed
+from ._diagnosis import diagnosed
+from ._errors import InvalidArgument, renamed
+from ._longspan import Attention, BlockPattern, Pattern
+from ._named import choice, flag
+from ._patterns import compiled, whole_seed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Array = TypeVar("Array")
 
 # The numbers of longspan::DType; a raw tensor is (address, number, DLPack device, device index, shape, strides).
 BFLOAT16 = 1
 CPU_DEVICE, CUDA_DEVICE = 1, 2
 
 
-def _is_torch(array: Any) -> bool:
+def is_torch(array: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def _prepared(name: str, array: Any) -> Any:
+def prepared(name: str, array: Any) -> Any:
     """What the compiled module takes. bfloat16 arrays (ml_dtypes) have neither buffer nor DLPack, so they go raw; torch
     tensors too, since that is faster and every version of torch can."""
-    if _is_torch(array):
+    if is_torch(array):
         from .torch.operator import raw_tensor
 
         return raw_tensor(name, array)
@@ -35,22 +43,28 @@ def _prepared(name: str, array: Any) -> Any:
     return array
 
 
-def _call_data(lengths: Any, key_mask: Any, alibi_slopes: Any) -> list[Any]:
+def call_data(lengths: Any, key_mask: Any, alibi_slopes: Any) -> list[Any]:
     """Lists and tuples become arrays; arrays stay what they are."""
     if isinstance(lengths, (list, tuple)) and not all(isinstance(length, (int, np.integer)) for length in lengths):
         raise InvalidArgument(f"lengths is {lengths}: give whole numbers", "lengths")
     data = (("lengths", lengths, np.int64), ("key_mask", key_mask, bool), ("alibi_slopes", alibi_slopes, np.float32))
-    return [
-        np.asarray(array, dtype=dtype) if isinstance(array, (list, tuple)) else _prepared(name, array)
-        for name, array, dtype in data
-    ]
+    return [_as_array(name, array, dtype) for name, array, dtype in data]
+
+
+def _as_array(name: str, array: Any, dtype: Any) -> Any:
+    if not isinstance(array, (list, tuple)):
+        return prepared(name, array)
+    try:
+        return np.asarray(array, dtype=dtype)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgument(f"{name} is {array!r}: give a list of numbers", name) from None
 
 
 def _seed_arguments(q: Any, dropout: float, seed: Any) -> dict[str, int]:
     """What decides which pairs are dropped: the caller's seed, for torch tensors one of torch's generator instead."""
     if not dropout:
         return {}
-    if _is_torch(q):
+    if is_torch(q):
         from .torch.operator import call_seed, seed_arguments
 
         value, pointer = seed_arguments(q, call_seed(q, seed))
@@ -61,15 +75,11 @@ def _seed_arguments(q: Any, dropout: float, seed: Any) -> dict[str, int]:
             "attention_backward that of its forward",
             "seed",
         )
-    if not isinstance(seed, (int, np.integer)) or not -(2**63) <= int(seed) < 2**64:
-        raise InvalidArgument(f"seed is {seed!r}: give a whole number of 64 bits", "seed")
-    return {"seed": int(seed) % 2**64}
+    return {"seed": whole_seed(seed) % 2**64}
 
 
 def _heads_first(layout: str) -> bool:
-    if layout not in ("bnhd", "bhnd"):
-        raise InvalidArgument(f"layout is {layout!r}: give 'bnhd' or 'bhnd'", "layout")
-    return layout == "bhnd"
+    return choice("layout", layout, ("bnhd", "bhnd")) == "bhnd"
 
 
 def _on_gpu(array: Any) -> bool:
@@ -82,9 +92,9 @@ def _library(array: Any) -> Any:
     return sys.modules.get(type(array).__module__.partition(".")[0])
 
 
-def _new(array: Any, shape: Sequence[int], dtype: Any) -> Any:
+def new_array(array: Any, shape: Sequence[int], dtype: Any) -> Any:
     """An output where an input is: by torch or CuPy on a GPU, by NumPy on the host."""
-    if _is_torch(array):
+    if is_torch(array):
         return array.new_empty(shape, dtype=dtype)
     if not _on_gpu(array):
         return np.empty(tuple(shape), np.dtype(dtype))
@@ -101,18 +111,16 @@ def _new(array: Any, shape: Sequence[int], dtype: Any) -> Any:
 
 def _empty_like(array: Any) -> Any:
     """An output for an input: of its shape and type, where it is."""
-    if isinstance(array, (list, tuple)) or not hasattr(array, "shape"):
-        raise InvalidArgument(f"q is {type(array).__name__}: give a NumPy array or anything with DLPack", "q")
-    return _new(array, array.shape, array.dtype)
+    return new_array(array, array.shape, array.dtype)
 
 
-def _placement(array: Any) -> dict[str, Any]:
+def placement(array: Any) -> dict[str, Any]:
     """Where a call runs on a GPU: the current stream of the array's package; of packages without one the default
     stream, on which DLPack arrays are ready."""
-    if _is_torch(array):
-        from .torch.operator import placement
+    if is_torch(array):
+        from .torch import operator
 
-        return placement(array)
+        return operator.placement(array)
     if _on_gpu(array) and hasattr(getattr(_library(array), "cuda", None), "get_current_stream"):
         return {"stream": _library(array).cuda.get_current_stream().ptr}
     return {}
@@ -127,7 +135,7 @@ def _as_input(array: Any, like: Any) -> Any:
 
 def _empty_lse(q: Any, heads_first: bool) -> Any:
     wide = str(q.dtype).endswith("float64")
-    if _is_torch(q):
+    if is_torch(q):
         dtype = q.dtype if wide else sys.modules["torch"].float32
     else:
         dtype = np.float64 if wide else np.float32
@@ -135,124 +143,146 @@ def _empty_lse(q: Any, heads_first: bool) -> Any:
         return np.empty((0, 0, 0), np.float32)  # q itself is refused a moment later, by name
     batch, first, second, _ = q.shape
     rows, heads = (second, first) if heads_first else (first, second)
-    return _new(q, (batch, heads, rows), dtype)
+    return new_array(q, (batch, heads, rows), dtype)
 
 
+def rows_of(array: Any) -> Any:
+    """A torch tensor whose head dimension is contiguous; of other packages the array as it is."""
+    if not is_torch(array) or array.dim() != 4:
+        return array
+    from .torch.operator import with_contiguous_rows
+
+    return with_contiguous_rows(array)
+
+
+def check_arrays(heads_first: bool, **arrays: Any) -> None:
+    """What calls look at before the library does."""
+    for array in arrays.values():
+        shape = getattr(array, "shape", None)
+        if not isinstance(shape, tuple) or len(shape) != 4 or not hasattr(array, "dtype") or getattr(array, "is_meta", False):
+            error = InvalidArgument("arrays have 4 dimensions")
+            raise diagnosed(error, arrays, heads_first, required=tuple(arrays))
+
+
+def _made_call(
+    function: str, q: Any, pattern: Any, heads_first: bool, arguments: Any
+) -> tuple[Attention, tuple[Any, ...], dict[str, Any]]:
+    """The operator, what follows its arrays, and keywords of both passes."""
+    if not NAMES.issuperset(arguments):
+        refuse_names(function, arguments)
+    if DATA_SET.isdisjoint(arguments):
+        operator, data = compiled(pattern, **arguments), (None,) * 4
+        seed = _seed_arguments(q, arguments.get("dropout", 0.0), None)
+    else:
+        options = {name: value for name, value in arguments.items() if name not in DATA_SET}
+        operator = compiled(pattern, **options)
+        given, *rest, ranges = (arguments.get(name) for name in DATA_NAMES)
+        data, seed = (*call_data(*rest), ranges), _seed_arguments(q, options.get("dropout", 0.0), given)
+    return operator, data, {"heads_first": heads_first, **seed, **placement(q)}
+
+
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    pattern: Pattern | str | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    output_scale: float | None = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    lengths: Any = None,
-    key_mask: Any = None,
-    alibi_slopes: Any = None,
-    query_ranges: Sequence[tuple[int, int]] | None = None,
-    return_lse: bool = False,
-    out: Any = None,
-    lse: Any = None,
-    kernel: str | None = None,
-    deterministic: bool = False,
-    detached_mix: bool = False,
-    allow_tf32: bool = False,
-    layout: str = "bnhd",
-) -> Any:
-    """Attention of q over k and v along a pattern (None: dense, a longspan.Pattern, or its text).
+    q: Array, k: Array, v: Array, pattern: Pattern | BlockPattern | str | None = ..., *,
+    return_lse: Literal[False] = ..., out: Any = ..., lse: Any = ..., layout: str = ..., **arguments: Unpack[Arguments],
+) -> Array: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, pattern: Pattern | BlockPattern | str | None = ..., *,
+    return_lse: Literal[True], out: Any = ..., lse: Any = ..., layout: str = ..., **arguments: Unpack[Arguments],
+) -> tuple[Array, Array]: ...
+@listed
+def attention(q, k, v, pattern=None, *, return_lse=False, out=None, lse=None, layout="bnhd", **arguments):
+    """Attention of q over k and v along a pattern (None: dense, a longspan.Pattern, a BlockPattern, or its text).
 
     q is [batch, rows, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] ('bhnd': heads before rows);
-    float32, bfloat16, float16 or float64. The last dimension must be contiguous, all other strides are free.
+    float32, bfloat16, float16 or float64. The last dimension must be contiguous (torch tensors are copied where it is
+    not), all other strides are free.
 
     causal: a position sees itself and what comes before it. scale: factor on scores, by default 1 / sqrt(head_dim).
     output_scale: factor on the output, by default the pattern's own. dropout, seed: probability of dropping a pair, and
-    which pairs; for torch tensors drawn from torch's generator unless given. lengths [batch]: tokens each entry has. key_mask [batch, tokens]: true where a key may be attended.
-    alibi_slopes [heads]. query_ranges: (start, count) positions of q's rows, by default 0 .. tokens.
-    out, lse: arrays to fill instead of new ones. kernel: run this one or raise. deterministic: same gradient bits on
-    every run of a GPU. detached_mix: gradients as torchscale has them.
+    which pairs; for torch tensors drawn from torch's generator unless given. lengths [batch]: tokens each entry has.
+    key_mask [batch, tokens]: true where a key may be attended. alibi_slopes [heads]. query_ranges: (start, count)
+    positions of q's rows, by default 0 .. tokens. out, lse: arrays to fill instead of new ones. kernel: run this one or
+    raise. deterministic: same gradient bits on every run of a GPU. detached_mix: gradients as torchscale has them.
+    allow_tf32: GPUs may round float32 to TF32.
 
     Returns out, or (out, lse) with lse [batch, heads, rows] if return_lse. Rows without any key: out 0, lse -inf.
     """
-    if _is_torch(q) and out is None and lse is None:
+    arrays = {"q": q, "k": k, "v": v}
+    if is_torch(q) and out is None and lse is None:
         from .torch import attention as torch_attention
 
-        return torch_attention(
-            q, k, v, pattern, causal=causal, scale=scale, output_scale=output_scale, dropout=dropout, seed=seed,
-            lengths=lengths, key_mask=key_mask, alibi_slopes=alibi_slopes, query_ranges=query_ranges,
-            return_lse=return_lse, kernel=kernel, deterministic=deterministic, detached_mix=detached_mix,
-            allow_tf32=allow_tf32, layout=layout,
-        )  # fmt: skip
-    heads_first = _heads_first(layout)
-    operator = compiled(
-        pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
-    )
+        try:
+            return torch_attention(q, k, v, pattern, return_lse=return_lse, layout=layout, **arguments)
+        except InvalidArgument as error:
+            raise _in_words_of(error, q="query", k="key", v="value") from None
+    heads_first, return_lse = _heads_first(layout), flag("return_lse", return_lse)
+    check_arrays(heads_first, **arrays)
+    operator, data, keywords = _made_call("attention", q, pattern, heads_first, arguments)
     result = _empty_like(q) if out is None else out
     sums = _empty_lse(q, heads_first) if return_lse and lse is None else lse
-    operator.forward(
-        *map(_prepared, ("q", "k", "v", "out", "lse"), (q, k, v, result, sums)),
-        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, heads_first=heads_first,
-        **_seed_arguments(q, dropout, seed), **_placement(q),
-    )  # fmt: skip
+    inputs = [rows_of(x) for x in (q, k, v)]  # kept alive: what is prepared is an address
+    try:
+        operator.forward(
+            *map(prepared, ("q", "k", "v", "out", "lse"), (*inputs, result, sums)),
+            *data, **keywords,
+        )  # fmt: skip
+    except InvalidArgument as error:
+        raise diagnosed(error, {**arrays, "out": out, "lse": lse, **arguments}, heads_first) from None
     result = _as_input(result, q) if out is None else out
     if not return_lse:
         return result
     return result, (_as_input(sums, q) if lse is None else lse)
 
 
+@listed
 def attention_backward(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    pattern: Pattern | str | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    pattern: Pattern | BlockPattern | str | None = None,
     *,
     dlse: Any = None,
-    causal: bool = False,
-    scale: float | None = None,
-    output_scale: float | None = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    lengths: Any = None,
-    key_mask: Any = None,
-    alibi_slopes: Any = None,
-    query_ranges: Sequence[tuple[int, int]] | None = None,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
-    kernel: str | None = None,
-    deterministic: bool = False,
-    detached_mix: bool = False,
-    allow_tf32: bool = False,
     layout: str = "bnhd",
-) -> tuple[Any, Any, Any]:
+    **arguments: Unpack[Arguments],
+) -> tuple[Array, Array, Array]:
     """Exact gradients (dq, dk, dv) of longspan.attention, given out and lse as it returned them and the gradient dout
     (and dlse, if lse was used). All other arguments as in the forward call; dq, dk, dv may be arrays to fill."""
-    if _is_torch(q) and dq is None and dk is None and dv is None:
+    if is_torch(q) and dq is None and dk is None and dv is None:
         from .torch import attention_backward as torch_attention_backward
 
-        return torch_attention_backward(
-            q, k, v, out, lse, dout, pattern, dlse=dlse, causal=causal, scale=scale, output_scale=output_scale,
-            dropout=dropout, seed=seed, lengths=lengths, key_mask=key_mask, alibi_slopes=alibi_slopes,
-            query_ranges=query_ranges, kernel=kernel, deterministic=deterministic, detached_mix=detached_mix,
-            allow_tf32=allow_tf32, layout=layout,
+        try:
+            return torch_attention_backward(q, k, v, out, lse, dout, pattern, dlse=dlse, layout=layout, **arguments)  # type: ignore
+        except InvalidArgument as error:
+            raise _in_words_of(error, q="query", k="key", v="value", dout="grad_out") from None
+    check_seed(arguments)
+    heads_first = _heads_first(layout)
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    check_arrays(heads_first, **arrays)
+    operator, data, keywords = _made_call("attention_backward", q, pattern, heads_first, arguments)
+    given = {"dq": dq, "dk": dk, "dv": dv}
+    inputs: Any = (q, k, v)
+    grads = [_empty_like(x) if grad is None else grad for grad, x in zip(given.values(), inputs)]
+    names = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
+    q_rows, k_rows, v_rows, out_rows, dout_rows = (rows_of(x) for x in (*inputs, out, dout))
+    try:
+        operator.backward(
+            *map(prepared, names, (q_rows, k_rows, v_rows, out_rows, lse, dout_rows, dlse, *grads)),
+            *data, **keywords,
         )  # fmt: skip
-    if dropout and seed is None:
-        raise InvalidArgument("seed is None with dropout: pass the seed of the forward call", "seed")
-    operator = compiled(
-        pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
-    )
-    given = (dq, dk, dv)
-    inputs = (q, k, v)
-    grads = [_empty_like(x) if grad is None else grad for grad, x in zip(given, inputs)]
-    operator.backward(
-        *map(_prepared, ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"),
-             (*inputs, out, lse, dout, dlse, *grads)),
-        *_call_data(lengths, key_mask, alibi_slopes), query_ranges, heads_first=_heads_first(layout),
-        **_seed_arguments(q, dropout, seed), **_placement(q),
-    )  # fmt: skip
-    return tuple(_as_input(grad, x) if was is None else was for grad, was, x in zip(grads, given, inputs))
+    except InvalidArgument as error:
+        raise diagnosed(error, {**arrays, "lse": lse, "dlse": dlse, **given, **arguments}, heads_first) from None
+    dq, dk, dv = (_as_input(grad, x) if was is None else was for grad, was, x in zip(grads, given.values(), inputs))
+    return dq, dk, dv
+
+
+def _in_words_of(error: InvalidArgument, **names: str) -> InvalidArgument:
+    """An error of longspan.torch, whose arguments have other names."""
+    return renamed(error, {theirs: ours for ours, theirs in names.items()})

@@ -11,30 +11,23 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.abc
-import importlib.util
-import sys
+import inspect
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from . import torch as _longspan_torch  # first: says what is missing where torch is absent or too old
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument, Unsupported, warn_once
 from ._longspan import Pattern
+from ._patterns import noticed
 
-__all__ = ["install", "uninstall"]
+__all__ = ["install", "installed", "uninstall"]
 
-# The module that defines DilatedAttention, under whatever package a copy of torchscale lives.
-_MODULE_TAIL = "torchscale.component.dilated_attention"
 _CLASS_NAME = "DilatedAttention"
-_ORIGINAL = "_longspan_original_forward"
-
-
-def _is_target(module_name: str) -> bool:
-    return module_name == _MODULE_TAIL or module_name.endswith("." + _MODULE_TAIL)
 
 
 def _whole_numbers(name: str, value: Any) -> list[int]:
@@ -56,7 +49,7 @@ def _make_pattern(segments: Any, dilations: Any) -> str:
     pattern = Pattern.longnet(
         _whole_numbers("segment_length", segments), _whole_numbers("dilated_ratio", dilations), phase="torchscale"
     )
-    return str(pattern.with_pad_keys())
+    return str(noticed(pattern).with_pad_keys())
 
 
 @torch.compiler.assume_constant_result  # takes and returns plain values, so a graph may hold the answer
@@ -196,68 +189,106 @@ def _make_forward(detached_mix: bool):
     return forward
 
 
-class _Hook(importlib.abc.MetaPathFinder):
-    """Patches torchscale's module right after Python has loaded it, however it is found."""
+# What makes a class torchscale's, whatever its module is called.
+_HELPERS = ("dense_to_sparse", "sparse_to_dense", "gathering", "scattering")
+_FORWARD = frozenset(inspect.signature(_make_forward(False)).parameters)
+_BASE, _BASE_ARGUMENTS = "MultiheadAttention", {"args", "embed_dim", "num_heads"}
 
-    def __init__(self, detached_mix: bool) -> None:
-        self.detached_mix = detached_mix
-        self._searching = False
-
-    def find_spec(self, fullname, path=None, target=None):
-        if self._searching or not _is_target(fullname):
-            return None
-        self._searching = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        except ModuleNotFoundError:
-            return None
-        finally:
-            self._searching = False
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def load_and_patch(module: ModuleType) -> None:
-            load(module)
-            if self in sys.meta_path:
-                self.patch(module)
-
-        spec.loader.exec_module = load_and_patch  # this loader object serves this one module
-        return spec
-
-    def patch(self, module: ModuleType) -> None:
-        """Replaces the class's forward in place, so that instances made before change with it."""
-        cls = getattr(module, _CLASS_NAME, None)
-        if cls is None:
-            raise Unsupported(
-                f"{module.__name__} has no class {_CLASS_NAME}: Longspan knows torchscale 0.3 from its repository and "
-                "the copy in Prov-GigaPath"
-            )
-        if _ORIGINAL not in cls.__dict__:
-            setattr(cls, _ORIGINAL, cls.__dict__["forward"])
-        cls.forward = _make_forward(self.detached_mix)
+_replaced: dict[type[nn.Module], Any] = {}  # class -> its own forward
 
 
-def _loaded_targets() -> list[ModuleType]:
-    return [module for name, module in list(sys.modules.items()) if _is_target(name) and module is not None]
+def _parameters(function: Any) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()
 
 
-def install(*, detached_mix: bool = False) -> None:
-    """Routes torchscale's DilatedAttention through Longspan, now and in every copy imported later. Calling it again
-    replaces the earlier choice. Gradients are the exact ones; detached_mix=True reproduces the original's, which hold
-    the weights between branches constant."""
+def _differences(cls: type[nn.Module]) -> list[str]:
+    """What a class lacks of torchscale's DilatedAttention; empty for a copy of it."""
+    lacks = [f"no method {name}" for name in _HELPERS if not callable(getattr(cls, name, None))]
+    bases = [base for base in cls.__mro__[1:] if base.__name__ == _BASE]
+    if not any(_BASE_ARGUMENTS <= _parameters(base.__init__) for base in bases):
+        lacks.append(f"not derived from torchscale's {_BASE}")
+    if _parameters(cls.forward) != _FORWARD:
+        lacks.append("a forward with other arguments")
+    return lacks
+
+
+def _consider(cls: type[nn.Module], detached_mix: bool) -> None:
+    """Takes the class over if it is torchscale's, and says so where it only has the name."""
+    if cls.__name__ != _CLASS_NAME or "forward" not in cls.__dict__ or cls.__module__.startswith("longspan."):
+        return
+    differences = _differences(cls)
+    if not differences:
+        _replace(cls, detached_mix)
+    elif cls not in _replaced:
+        where = f"{cls.__module__}.{cls.__qualname__}"
+        warn_once(
+            f"torchscale {where}",
+            f"{where} is not torchscale's class and was left alone ({', '.join(differences)}): "
+            "longspan.torchscale.install(the class) takes it by hand",
+        )
+
+
+def _replace(cls: type[nn.Module], detached_mix: bool) -> None:
+    """In place, so that instances made before change with it."""
+    if cls not in _replaced:
+        _replaced[cls] = cls.__dict__["forward"]
+    cls.forward = _make_forward(detached_mix)  # type: ignore[method-assign]
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for one in cls.__subclasses__():
+        yield one
+        yield from _subclasses(one)
+
+
+def _watch(detached_mix: bool) -> None:
+    """Looks at every class of modules that is made from now on: so imports are seen, whatever they are called."""
+
+    def __init_subclass__(cls: type[nn.Module], **keywords: Any) -> None:
+        super(nn.Module, cls).__init_subclass__(**keywords)
+        _consider(cls, detached_mix)
+
+    nn.Module.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+
+
+def _by_hand(target: Any) -> type[nn.Module]:
+    cls = getattr(target, _CLASS_NAME, None) if isinstance(target, ModuleType) else target
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and "forward" in cls.__dict__):
+        what = f"module {target.__name__}" if isinstance(target, ModuleType) else repr(target)
+        raise InvalidArgument(
+            f"target is {what}: give a copy of torchscale's {_CLASS_NAME}, or a module that has one", "target"
+        )
+    return cls
+
+
+def install(target: ModuleType | type[nn.Module] | None = None, *, detached_mix: bool = False) -> list[type[nn.Module]]:
+    """Routes torchscale's DilatedAttention through Longspan: every copy of it, imported already or later, under whatever
+    name. Calling it again replaces the earlier choice. target: this class, or this module's, only. Gradients are the
+    exact ones; detached_mix=True reproduces the original's, which hold the weights between branches constant.
+
+    Returns what installed() does then: the classes replaced so far."""
+    if target is not None:
+        _replace(_by_hand(target), detached_mix)
+        return installed()
     uninstall()
-    hook = _Hook(detached_mix)
-    sys.meta_path.insert(0, hook)
-    for module in _loaded_targets():
-        hook.patch(module)
+    for cls in list(_subclasses(nn.Module)):
+        _consider(cls, detached_mix)
+    _watch(detached_mix)
+    return installed()
+
+
+def installed() -> list[type[nn.Module]]:
+    """The classes whose forward is Longspan's now."""
+    return list(_replaced)
 
 
 def uninstall() -> None:
-    """Restores torchscale as it was. Does nothing if install() was not called."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Hook)]
-    for module in _loaded_targets():
-        cls = getattr(module, _CLASS_NAME, None)
-        if cls is not None and _ORIGINAL in cls.__dict__:
-            cls.forward = cls.__dict__[_ORIGINAL]
-            delattr(cls, _ORIGINAL)
+    """Restores every class as it was. Does nothing if install() was not called."""
+    if "__init_subclass__" in nn.Module.__dict__:
+        del nn.Module.__init_subclass__
+    while _replaced:
+        cls, forward = _replaced.popitem()
+        cls.forward = forward

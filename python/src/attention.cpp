@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "call.h"
 #include "longspan/error.h"
+#include "refusal.h"
 #include "signal_check.h"
 
 namespace longspan::python {
@@ -95,8 +96,9 @@ std::shared_ptr<Plan> plan(const Attention& attention, std::int64_t tokens, std:
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  nb::class_<Attention>(module, "Attention", "Attention over one pattern with fixed options. Share it between threads.")
-      .def(nb::init<Pattern, Options>(), "pattern"_a, "options"_a = Options{})
+  nb::class_<Attention> bound(module, "Attention",
+                              "Attention over one pattern with fixed options. Share it between threads.");
+  bound.def(nb::init<Pattern, Options>(), "pattern"_a, "options"_a = Options{})
       .def_prop_ro("pattern", &Attention::pattern)
       .def_prop_ro("options", &Attention::options)
       .def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a = nb::none(), "lengths"_a = nb::none(),
@@ -110,11 +112,16 @@ void bind_attention(nb::module_& module) {
       .def("plan", &plan, nb::kw_only(), "tokens"_a, "heads"_a, "head_dim"_a, "batch"_a = 1, "kv_heads"_a = nb::none(),
            "query_rows"_a = nb::none(), "dtype"_a = "f32", "device"_a = "cpu", "lengths"_a = false,
            "key_mask"_a = false, "alibi"_a = false, "The plan for a problem, from the cache.")
-      .def("__repr__", [](const Attention& attention) {
-        nb::object pattern = nb::cast(attention.pattern());
-        nb::object options = nb::cast(attention.options());
-        return nb::str(nb::str("Attention({!r}, {!r})").attr("format")(pattern, options));
+      .def("__repr__",
+           [](const Attention& attention) {
+             nb::object pattern = nb::cast(attention.pattern());
+             nb::object options = nb::cast(attention.options());
+             return nb::str(nb::str("Attention({!r}, {!r})").attr("format")(pattern, options));
+           })
+      .def("__reduce__", [](const Attention& attention) {
+        return nb::make_tuple(nb::type<Attention>(), nb::make_tuple(attention.pattern(), attention.options()));
       });
+  bind_refusal(bound, "Attention");
 }
 
 }  // namespace longspan::python

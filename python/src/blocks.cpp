@@ -13,6 +13,7 @@
 #include "longspan/error.h"
 #include "longspan/inspect.h"
 #include "longspan/picture.h"
+#include "refusal.h"
 
 namespace longspan::python {
 namespace {
@@ -22,7 +23,7 @@ using BooleanArray = nb::ndarray<const bool, nb::c_contig, nb::device::cpu, nb::
 using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
 /// mask[heads, blocks, blocks] or [blocks, blocks].
-BlockMask block_mask(BooleanArray mask, int block_size) {
+BlockMask block_mask(const BooleanArray& mask, int block_size) {
   const std::size_t dimensions = mask.ndim();
   if (dimensions != 2 && dimensions != 3) {
     throw InvalidArgument(
@@ -74,8 +75,14 @@ nb::object indices(const BlockMask& mask) {
 }
 
 void bind_mask(nb::module_& module) {
-  nb::class_<BlockMask>(module, "BlockMask", "Which key blocks each block row sees. Immutable.")
-      .def(nb::new_(&block_mask), "mask"_a, "block_size"_a)
+  nb::class_<BlockMask> bound(module, "BlockMask", "Which key blocks each block row sees. Immutable.");
+  bound
+      .def(
+          "__init__",
+          [](BlockMask* self, const BooleanArray& mask, int block_size) {
+            new (self) BlockMask(block_mask(mask, block_size));
+          },
+          "mask"_a, "block_size"_a)
       .def_static("from_rows", &BlockMask::from_rows, "block_size"_a, "heads"_a, "blocks"_a, "rows"_a,
                   "rows[head * blocks + I]: active key blocks of block row I, ascending.")
       .def_prop_ro("block_size", &BlockMask::block_size)
@@ -123,12 +130,13 @@ void bind_mask(nb::module_& module) {
       .def("__reduce__", [](const BlockMask& mask) {
         return nb::make_tuple(nb::type<BlockMask>(), nb::make_tuple(to_dense(mask), mask.block_size()));
       });
+  bind_refusal(bound, "BlockMask");
 }
 
 void bind_block_pattern(nb::module_& module) {
-  nb::class_<BlockPattern>(module, "BlockPattern",
-                           "A block-sparse pattern for any length: a union of terms. Immutable; unite with |.")
-      .def(nb::init<BlockMask>(), "mask"_a)
+  nb::class_<BlockPattern> bound(module, "BlockPattern",
+                                 "A block-sparse pattern for any length: a union of terms. Immutable; unite with |.");
+  bound.def(nb::init<BlockMask>(), "mask"_a)
       .def_static("local_window", &BlockPattern::local_window, "window"_a, "block_size"_a = kDefaultBlockSize)
       .def_static("strided", &BlockPattern::strided, "stride"_a, "block_size"_a = kDefaultBlockSize)
       .def_static("dilated_sparse", &BlockPattern::dilated_sparse, "rates"_a, "block_size"_a = kDefaultBlockSize)
@@ -147,7 +155,12 @@ void bind_block_pattern(nb::module_& module) {
       .def("__hash__", &BlockPattern::hash)
       .def("__str__", &BlockPattern::to_string)
       .def("__repr__",
-           [](const BlockPattern& pattern) { return fmt::format("BlockPattern.parse('{}')", pattern.to_string()); });
+           [](const BlockPattern& pattern) { return fmt::format("BlockPattern.parse('{}')", pattern.to_string()); })
+      .def("__reduce__", [](const BlockPattern& pattern) {
+        return nb::make_tuple(nb::module_::import_("longspan._patterns").attr("as_blocks"),
+                              nb::make_tuple(pattern.to_string()));
+      });
+  bind_refusal(bound, "BlockPattern");
   nb::implicitly_convertible<BlockMask, BlockPattern>();
 }
 

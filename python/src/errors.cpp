@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "bindings.h"
+#include "refusal.h"
 
 namespace longspan::python {
 namespace {
@@ -44,6 +45,13 @@ void translate(const std::exception_ptr& pointer, void*) {
 }
 
 }  // namespace
+
+void refuse_arguments(const char* class_name, const nb::args& arguments, const nb::kwargs& keywords) {
+  const nb::object error =
+      nb::module_::import_("longspan._named").attr("refusal")(class_name, "__init__", arguments, keywords);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
+}
 
 void bind_errors() { nb::register_exception_translator(translate); }
 

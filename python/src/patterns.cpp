@@ -13,6 +13,7 @@
 #include "bindings.h"
 #include "longspan/attention.h"
 #include "longspan/error.h"
+#include "refusal.h"
 
 namespace longspan::python {
 namespace {
@@ -90,16 +91,23 @@ void bind_pattern(nb::module_& module) {
       .def("__repr__", [](const Pattern& pattern) { return fmt::format("Pattern.parse('{}')", pattern.to_string()); })
       .def("__reduce__", [](const Pattern& pattern) {
         // A function of the package: nanobind's own cannot be pickled.
-        return nb::make_tuple(nb::module_::import_("longspan._patterns").attr("as_pattern"),
+        return nb::make_tuple(nb::module_::import_("longspan._patterns").attr("parsed"),
                               nb::make_tuple(pattern.to_string()));
       });
+}
+
+/// What __reduce__ returns for an object that function(*arguments, **keywords) makes again.
+nb::object remade(nb::handle function, const nb::tuple& arguments, const nb::dict& keywords) {
+  const nb::object partial = nb::module_::import_("functools").attr("partial");
+  return nb::make_tuple(partial(function, *arguments, **keywords), nb::tuple());
 }
 
 std::string python_value(const std::optional<double>& value) { return value ? fmt::format("{}", *value) : "None"; }
 const char* python_value(bool value) { return value ? "True" : "False"; }
 
 void bind_options(nb::module_& module) {
-  nb::class_<Options>(module, "Options", "What is fixed for an Attention: part of the plan's key.")
+  nb::class_<Options> bound(module, "Options", "What is fixed for an Attention: part of the plan's key.");
+  bound
       .def(
           "__init__",
           [](Options* self, bool causal, std::optional<double> scale, std::optional<double> output_scale,
@@ -118,14 +126,28 @@ void bind_options(nb::module_& module) {
       .def_ro("allow_tf32", &Options::allow_tf32)
       .def_ro("kernel", &Options::kernel)
       .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
-      .def("__repr__", [](const Options& options) {
-        return fmt::format(
-            "Options(causal={}, scale={}, output_scale={}, dropout={}, deterministic={}, detached_mix={}, "
-            "allow_tf32={}, kernel='{}')",
-            python_value(options.causal), python_value(options.scale), python_value(options.output_scale),
-            options.dropout, python_value(options.deterministic), python_value(options.detached_mix),
-            python_value(options.allow_tf32), options.kernel);
+      .def("__repr__",
+           [](const Options& options) {
+             return fmt::format(
+                 "Options(causal={}, scale={}, output_scale={}, dropout={}, deterministic={}, detached_mix={}, "
+                 "allow_tf32={}, kernel='{}')",
+                 python_value(options.causal), python_value(options.scale), python_value(options.output_scale),
+                 options.dropout, python_value(options.deterministic), python_value(options.detached_mix),
+                 python_value(options.allow_tf32), options.kernel);
+           })
+      .def("__reduce__", [](const Options& options) {
+        nb::dict fields;
+        fields["causal"] = options.causal;
+        fields["scale"] = options.scale;
+        fields["output_scale"] = options.output_scale;
+        fields["dropout"] = options.dropout;
+        fields["deterministic"] = options.deterministic;
+        fields["detached_mix"] = options.detached_mix;
+        fields["allow_tf32"] = options.allow_tf32;
+        fields["kernel"] = options.kernel;
+        return remade(nb::type<Options>(), nb::tuple(), fields);
       });
+  bind_refusal(bound, "Options");
 }
 
 nb::dict totals(const Plan& plan) {
@@ -183,11 +205,30 @@ void bind_plan(nb::module_& module) {
            nb::sig("def verdicts(self, pass_: str = 'forward') -> list[tuple[str, bool, str]]"),
            "(kernel, whether it can run the pass, why not) for every kernel, fastest first.")
       .def("__str__", &Plan::to_string)
-      .def("__repr__", [](const Plan& plan) {
+      .def("__repr__",
+           [](const Plan& plan) {
+             const Problem& problem = plan.problem();
+             return fmt::format("<longspan.Plan of {} tokens, {} heads of {} {}, pattern '{}', {:.4g} pairs>",
+                                problem.tokens, problem.heads, problem.head_dim, name_of(problem.dtype),
+                                plan.pattern().to_string(), plan.totals().pairs);
+           })
+      .def("__reduce__", [](const Plan& plan) {
         const Problem& problem = plan.problem();
-        return fmt::format("<longspan.Plan of {} tokens, {} heads of {} {}, pattern '{}', {:.4g} pairs>",
-                           problem.tokens, problem.heads, problem.head_dim, name_of(problem.dtype),
-                           plan.pattern().to_string(), plan.totals().pairs);
+        nb::dict fields;
+        fields["options"] = plan.options();
+        fields["tokens"] = problem.tokens;
+        fields["query_rows"] = problem.query_rows;
+        fields["batch"] = problem.batch;
+        fields["heads"] = problem.heads;
+        fields["kv_heads"] = problem.kv_heads;
+        fields["head_dim"] = problem.head_dim;
+        fields["dtype"] = std::string(name_of(problem.dtype));
+        fields["device"] = to_string(problem.device);
+        fields["lengths"] = problem.has_lengths;
+        fields["key_mask"] = problem.has_key_mask;
+        fields["alibi"] = problem.has_alibi;
+        const nb::object make = nb::module_::import_("longspan._patterns").attr("plan");
+        return remade(make, nb::make_tuple(plan.pattern()), fields);
       });
 }
 

@@ -3,6 +3,7 @@
 #include "longspan/ring.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/operators.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -15,6 +16,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "longspan/error.h"
+#include "refusal.h"
 #include "signal_check.h"
 
 namespace longspan::python {
@@ -168,6 +170,12 @@ std::shared_ptr<Communicator> as_communicator(nb::handle object) {
   if (object.is_none()) return nullptr;
   std::shared_ptr<Communicator> native;
   if (nb::try_cast(object, native)) return native;
+  for (const char* member : {"rank", "size", "begin", "wait", "abort"}) {
+    if (!nb::hasattr(object, member))
+      throw InvalidArgument("communicator", std::string("communicator is a ") + nb::type_name(object.type()).c_str() +
+                                                " without '" + member +
+                                                "': give what local_ring or nccl_ring returns, or a Communicator");
+  }
   static auto* const known = new std::unordered_map<PyObject*, std::weak_ptr<Communicator>>;
   std::erase_if(*known, [](const auto& one) { return one.second.expired(); });
   std::weak_ptr<Communicator>& one = (*known)[object.ptr()];
@@ -204,6 +212,25 @@ nb::dict describe(const RingReport& report) {
   result["overlapped_seconds"] = report.overlapped_seconds;
   result["total_seconds"] = report.total_seconds;
   return result;
+}
+
+using ListedRanges = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
+ListedRanges ranges_of(const Shards& shards, int rank) {
+  ListedRanges ranges;
+  for (const RowRange& range : shards.ranges(rank)) ranges.push_back({range.start, range.count});
+  return ranges;
+}
+
+/// The call that makes equal shards: only contiguous ones have no rank with two ranges, and zigzag is one function of
+/// two numbers.
+nb::tuple remade_shards(const Shards& shards) {
+  const nb::object make = nb::module_::import_("longspan._named").attr("made");
+  std::vector<std::int64_t> offsets{0};
+  for (int rank = 0; rank < shards.ranks(); ++rank) offsets.push_back(offsets.back() + shards.rows(rank));
+  if (Shards::contiguous(offsets) == shards)
+    return nb::make_tuple(make, nb::make_tuple("Shards", "contiguous", offsets));
+  return nb::make_tuple(make, nb::make_tuple("Shards", "zigzag", shards.tokens(), shards.ranks()));
 }
 
 struct CallData {
@@ -265,21 +292,24 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("ranks", &Shards::ranks)
       .def_prop_ro("tokens", &Shards::tokens)
       .def("rows", &Shards::rows, "rank"_a)
-      .def(
-          "ranges",
-          [](const Shards& shards, int rank) {
-            std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
-            for (const RowRange& range : shards.ranges(rank)) ranges.push_back({range.start, range.count});
-            return ranges;
-          },
-          "rank"_a, "[(start, count), ...]");
+      .def("ranges", &ranges_of, "rank"_a, "[(start, count), ...]")
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__hash__", [](const Shards& shards) { return nb::hash(nb::make_tuple(shards.tokens(), shards.ranks())); })
+      .def("__repr__",
+           [](const Shards& shards) {
+             return "<longspan.Shards of " + std::to_string(shards.tokens()) + " tokens over " +
+                    std::to_string(shards.ranks()) + " ranks>";
+           })
+      .def("__reduce__", &remade_shards);
 
   nb::class_<MessageMemory>(module, "MessageMemory", nb::type_slots(message_memory_slots),
                             "Memory of a message, while it travels.");
-  nb::class_<Communicator>(module, "NativeCommunicator", "One rank's end of a ring whose transport is compiled.")
-      .def_prop_ro("rank", &Communicator::rank)
+  nb::class_<Communicator> native(module, "NativeCommunicator",
+                                  "One rank's end of a ring whose transport is compiled.");
+  native.def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def_prop_ro("failure", &Communicator::failure, "Why it is unusable; empty while it is not.");
+  bind_unpicklable(native, "a communicator belongs to its process: pickle shards and options, and make it again");
   module.def("native_communicator", &as_communicator, "communicator"_a,
              "What a communicator written in Python is to rings; all rings over it share it.");
   module.def("all_gather", &gather, "communicator"_a, "what"_a, "own"_a, "parts"_a, "deadline"_a, "device"_a = -1,
@@ -308,12 +338,13 @@ void bind_ring(nb::module_& module) {
       "id"_a, "rank"_a, "size"_a, "device"_a, "deadline"_a = 60.0,
       "This rank's end of a ring over NCCL; every rank calls it at the same time, with a GPU of its own.");
 
-  nb::class_<RingHalo>(module, "RingHalo", "Remote rows that a forward keeps for its backward.")
-      .def(nb::init<>())
-      .def_prop_ro("bytes", &RingHalo::bytes)
-      .def("clear", &RingHalo::clear);
+  nb::class_<RingHalo> halo(module, "RingHalo", "Remote rows that a forward keeps for its backward.");
+  halo.def(nb::init<>()).def_prop_ro("bytes", &RingHalo::bytes).def("clear", &RingHalo::clear);
+  bind_unpicklable(halo, "a RingHalo belongs to one forward of its process: call the forward again");
+  bind_refusal(halo, "RingHalo");
 
-  nb::class_<Ring>(module, "Ring", "One rank of a ring: attention on its own rows of the sequence.")
+  nb::class_<Ring> bound(module, "Ring", "One rank of a ring: attention on its own rows of the sequence.");
+  bound
       .def(
           "__init__",
           [](Ring* ring, const Attention& attention, nb::handle communicator, const Shards& shards, double deadline,
@@ -339,6 +370,8 @@ void bind_ring(nb::module_& module) {
       .def(
           "report", [](const Ring& ring) { return describe(ring.report()); },
           nb::sig("def report(self) -> dict[str, float]"), "What the last call did.");
+  bind_unpicklable(bound, "a Ring has a communicator, which belongs to its process: pickle its attention and shards");
+  bind_refusal(bound, "Ring");
 }
 
 }  // namespace longspan::python

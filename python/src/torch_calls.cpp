@@ -31,6 +31,21 @@ struct TorchParts {
   nb::object empty_f64;
 };
 
+/// How a call on torch tensors runs. Numbers, not objects of an enum: they are compared in every call.
+enum Route : int { kDispatcher = 0, kDirect = 1, kRecording = 2 };
+
+/// A tensor and how it is read: as it is, or a copy where the head dimension is not contiguous, as kernels need it.
+struct Rows {
+  Rows(Arrays& arrays, nb::handle given, const char* name)
+      : tensor(nb::borrow(given)), view(arrays.input(tensor, name, Role::bnhd)) {
+    if (view.strides[3] == 1 || view.columns() <= 1) return;
+    tensor = tensor.attr("contiguous")();
+    view = arrays.input(tensor, name, Role::bnhd);
+  }
+  nb::object tensor;
+  ConstTensorView view;
+};
+
 class TorchCalls {
  public:
   TorchCalls(nb::handle capsule, TorchParts parts) : parts_(std::move(parts)), table_(ExchangeTable::of(capsule)) {
@@ -39,63 +54,60 @@ class TorchCalls {
     for (nb::handle observer : parts_.observers) observers_.push_back(observer);
   }
 
-  /// How a call may run: 0 through the dispatcher, 1 past it, 2 past it with gradients to record.
-  int mode(nb::handle query, nb::handle key, nb::handle value) const {
+  /// Through the dispatcher, past it, or past it with gradients to record.
+  int route(nb::handle query, nb::handle key, nb::handle value) const {
     nb::dlpack::dltensor first;
     const std::array<nb::handle, 3> tensors = {query, key, value};
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       nb::dlpack::dltensor read;
-      if (!is_plain(tensors[i])) return 0;
+      if (!is_plain(tensors[i])) return kDispatcher;
       if (table_->read(tensors[i].ptr(), &read) != 0) {  // meta tensors, sparse ones
         PyErr_Clear();
-        return 0;
+        return kDispatcher;
       }
-      if (!Arrays::takes(read)) return 0;
+      if (!Arrays::takes(read)) return kDispatcher;
       if (i == 0) first = read;
     }
     for (nb::handle observer : observers_) {
-      if (is_true(observer())) return 0;
+      if (is_true(observer())) return kDispatcher;
     }
-    if (is_true(parts_.autocast_enabled(first.device.device_type == nb::device::cuda::value ? cuda_ : cpu_))) return 0;
-    if (!is_true(parts_.grad_enabled())) return 1;
+    const bool on_gpu = first.device.device_type == nb::device::cuda::value;
+    if (is_true(parts_.autocast_enabled(on_gpu ? cuda_ : cpu_))) return kDispatcher;
+    if (!is_true(parts_.grad_enabled())) return kDirect;
     for (nb::handle tensor : tensors) {
-      if (is_true(nb::steal(PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr())))) return 2;
+      if (is_true(nb::steal(PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr())))) return kRecording;
     }
-    return 1;
+    return kDirect;
   }
 
   nb::tuple forward(const Attention& attention, nb::handle query, nb::handle key, nb::handle value, bool with_lse,
                     nb::handle lengths, nb::handle key_mask, nb::handle alibi_slopes,
                     const std::optional<Ranges>& query_ranges, std::uint64_t seed, std::uint64_t seed_pointer) const {
     Arrays arrays(table_);
-    const ConstTensorView q = arrays.input(query, "q", Role::bnhd), k = arrays.input(key, "k", Role::bnhd),
-                          v = arrays.input(value, "v", Role::bnhd);
-    const nb::object out = empty_like(query, q), lse = with_lse ? empty_lse(query, q) : nb::none();
+    const Rows q(arrays, query, "q"), k(arrays, key, "k"), v(arrays, value, "v");
+    const nb::object out = empty_like(q.tensor, q.view), lse = with_lse ? empty_lse(query, q.view) : nb::none();
     const TensorView out_view = arrays.output(out, "out", Role::bnhd), lse_view = arrays.output(lse, "lse", Role::lse);
-    run(arrays, q.device, {lengths, key_mask, alibi_slopes, query_ranges, seed, seed_pointer},
-        [&](Call& call) { attention.forward(q, k, v, out_view, lse_view, call); });
+    run(arrays, q.view.device, {lengths, key_mask, alibi_slopes, query_ranges, seed, seed_pointer},
+        [&](Call& call) { attention.forward(q.view, k.view, v.view, out_view, lse_view, call); });
     return nb::make_tuple(out, lse);
   }
 
-  nb::tuple backward(const Attention& attention, nb::object grad_out, nb::handle grad_lse, nb::handle query,
+  nb::tuple backward(const Attention& attention, nb::handle grad_out, nb::handle grad_lse, nb::handle query,
                      nb::handle key, nb::handle value, nb::handle out, nb::handle lse, nb::handle lengths,
                      nb::handle key_mask, nb::handle alibi_slopes, const std::optional<Ranges>& query_ranges,
                      std::uint64_t seed, std::uint64_t seed_pointer) const {
     Arrays arrays(table_);
-    const auto input = [&](nb::handle tensor, const char* name) { return arrays.input(tensor, name, Role::bnhd); };
-    const ConstTensorView q = input(query, "q"), k = input(key, "k"), v = input(value, "v"), o = input(out, "out"),
-                          l = arrays.input(lse, "lse", Role::lse), dlse = arrays.input(grad_lse, "dlse", Role::lse);
-    ConstTensorView dout = input(grad_out, "dout");
-    if (dout.strides[3] != 1 && dout.columns() > 1) {  // autograd hands over expanded scalars, for example from sum()
-      grad_out = grad_out.attr("contiguous")();
-      dout = input(grad_out, "dout");
-    }
-    const nb::object dq = empty_like(query, q), dk = empty_like(key, k), dv = empty_like(value, v);
+    // Autograd hands over expanded scalars as grad_out, for example from sum().
+    const Rows q(arrays, query, "q"), k(arrays, key, "k"), v(arrays, value, "v"), o(arrays, out, "out"),
+        dout(arrays, grad_out, "dout");
+    const ConstTensorView l = arrays.input(lse, "lse", Role::lse), dlse = arrays.input(grad_lse, "dlse", Role::lse);
+    const nb::object dq = empty_like(q.tensor, q.view), dk = empty_like(k.tensor, k.view),
+                     dv = empty_like(v.tensor, v.view);
     const auto output = [&](nb::handle tensor, const char* name) { return arrays.output(tensor, name, Role::bnhd); };
     const TensorView dq_view = output(dq, "dq"), dk_view = output(dk, "dk"), dv_view = output(dv, "dv");
-    run(arrays, q.device, {lengths, key_mask, alibi_slopes, query_ranges, seed, seed_pointer}, [&](Call& call) {
+    run(arrays, q.view.device, {lengths, key_mask, alibi_slopes, query_ranges, seed, seed_pointer}, [&](Call& call) {
       call.dlse = dlse;
-      attention.backward(q, k, v, o, l, dout, dq_view, dk_view, dv_view, call);
+      attention.backward(q.view, k.view, v.view, o.view, l, dout.view, dq_view, dk_view, dv_view, call);
     });
     return nb::make_tuple(dq, dk, dv);
   }
@@ -159,8 +171,8 @@ void bind_torch_calls(nb::module_& module) {
           },
           nb::kw_only(), "exchange"_a, "types"_a, "observers"_a, "autocast_enabled"_a, "grad_enabled"_a, "empty_like"_a,
           "contiguous_empty_like"_a, "empty_f32"_a, "empty_f64"_a)
-      .def("mode", &TorchCalls::mode, "query"_a.none(), "key"_a.none(), "value"_a.none(),
-           "0: through the dispatcher, 1: past it, 2: past it, recording gradients.")
+      .def("route", &TorchCalls::route, "query"_a.none(), "key"_a.none(), "value"_a.none(),
+           "A number of longspan.torch.operator.Route.")
       .def("forward", &TorchCalls::forward, "attention"_a, "query"_a, "key"_a, "value"_a, "with_lse"_a,
            "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(),
            "query_ranges"_a = nb::none(), "seed"_a = 0, "seed_pointer"_a = 0, "(out, lse or None)")

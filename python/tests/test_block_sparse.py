@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 import longspan.torch as lt
 import oracle
-from longspan.torch import options
+
 
 SIZE = 16
 PATTERNS = {
@@ -176,7 +176,7 @@ def test_short_sequences_are_all_global():
 
 @pytest.fixture
 def fresh_warnings():
-    options._warned.clear()
+    longspan._errors._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught

@@ -78,7 +78,7 @@ def test_configs_of_every_form():
 
 def test_mistakes_are_named():
     for make in (lt.create_dilated_attention, lt.create_multihead_dilated_attention):
-        with pytest.raises(longspan.InvalidArgument, match="attention_type is 'fast': give auto, standard"):
+        with pytest.raises(longspan.InvalidArgument, match="attention_type is 'fast': give 'auto', 'standard'"):
             make("fast")
         with pytest.raises(longspan.InvalidArgument, match="attention_config is 3"):
             make("standard", attention_config=3)

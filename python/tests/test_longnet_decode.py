@@ -29,6 +29,7 @@ def chunks(total, sizes):
     return result
 
 
+@pytest.mark.filterwarnings("ignore:.*Were the lists swapped")
 @pytest.mark.parametrize("sizes", [[1], [5], [19, 1, 2], [200]], ids=str)
 @pytest.mark.parametrize("case", PATTERNS)
 def test_cache_equals_the_full_attention(case, sizes):

@@ -236,9 +236,7 @@ def test_modules_copy_move_and_say_what_they_are():
 
 
 def test_pool_arguments_are_ignored_with_one_warning():
-    from longspan.torch import options
-
-    options._warned.clear()
+    longspan._errors._warned.clear()
     with pytest.warns(longspan.LongspanWarning, match="enable_memory_pool") as caught:
         lt.DilatedAttention([8], [1], enable_memory_pool=True)
         lt.ImprovedDilatedAttention([8], [1], lightweight_pool=False)

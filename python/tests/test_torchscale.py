@@ -211,6 +211,77 @@ def test_what_is_not_taken_over_is_refused_by_name(stub):
         module(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))
 
 
+COPIES = {
+    "project.longnet.dilated_attention": "longnet/dilated_attention.py",
+    "project.attn": "attn.py",
+}
+
+
+@pytest.mark.parametrize("first", ["install", "import"])
+def test_copies_under_any_module_name_are_replaced_several_at_once(tmp_path, first, monkeypatch):
+    for file in COPIES.values():
+        torchscale_stub.write(tmp_path, "project", file)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if first == "install":
+        assert not set(COPIES) & {cls.__module__ for cls in longspan.torchscale.install()}
+    classes = [importlib.import_module(name).DilatedAttention for name in COPIES]
+    if first == "import":
+        assert set(classes) <= set(longspan.torchscale.install())
+    assert set(classes) <= set(longspan.torchscale.installed())
+    assert all(cls.forward.__module__ == "longspan.torchscale" for cls in classes)
+    longspan.torchscale.uninstall()
+    assert longspan.torchscale.installed() == []
+    assert all(cls.forward.__module__ in COPIES for cls in classes)
+    for name in [*COPIES, "project.longnet", "project"]:
+        del sys.modules[name]
+
+
+def test_install_says_what_it_replaced_and_nothing_stays_behind(stub):
+    hook = torch.nn.Module.__init_subclass__
+    module = make()
+    assert type(module) in longspan.torchscale.install()
+    longspan.torchscale.uninstall()
+    assert torch.nn.Module.__init_subclass__ == hook
+    assert type(module).forward.__module__ == "torchscale.component.dilated_attention"
+
+
+def lookalike(module="somebody.attention"):
+    class MultiheadAttention(torch.nn.Module):
+        def __init__(self, args, embed_dim, num_heads): ...
+
+    class DilatedAttention(MultiheadAttention):
+        __module__ = module
+
+        def forward(self, query, key, value, is_causal=False):
+            return "mine"
+
+    return DilatedAttention
+
+
+@pytest.mark.parametrize("first", ["install", "define"])
+def test_a_class_that_only_looks_similar_is_left_alone_aloud(first, request):
+    name = f"somebody.{first}"
+    if first == "define":
+        cls = lookalike(name)
+    with pytest.warns(longspan.LongspanWarning, match=f"{name}.*left alone.*no method dense_to_sparse.*by hand"):
+        longspan.torchscale.install()
+        if first == "install":
+            cls = lookalike(name)
+    assert cls.forward(None, 1, 2, 3) == "mine" and cls not in longspan.torchscale.installed()
+
+
+def test_a_class_or_module_can_be_named_by_hand(stub):
+    cls = type(make())
+    for target in (cls, sys.modules[cls.__module__]):
+        assert longspan.torchscale.install(target) == [cls]
+        module, x = make(), tokens()
+        torch.testing.assert_close(module(x, x, x)[0], formula(module, x))
+        longspan.torchscale.uninstall()
+    for wrong in (sys, torch.nn.Linear(2, 2), None.__class__):
+        with pytest.raises(longspan.InvalidArgument, match="target is .*DilatedAttention"):
+            longspan.torchscale.install(wrong)
+
+
 # The real thing -----------------------------------------------------------------------------------------------------
 
 CHECKOUT = os.environ.get("LONGSPAN_TORCHSCALE")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-class DilatedAttention(nn.Module):
+class MultiheadAttention(nn.Module):
     def __init__(self, args, embed_dim, num_heads, dropout=0.0, xpos=None, subln=False):
         super().__init__()
         self.args = args
@@ -21,16 +21,27 @@ class DilatedAttention(nn.Module):
         self.inner_attn_ln = nn.LayerNorm(embed_dim) if subln else None
         self.xpos = xpos
 
-    def forward(self, query, key, value, **kwargs):
+
+class DilatedAttention(MultiheadAttention):
+    def dense_to_sparse(self, x, ratio): ...
+    def sparse_to_dense(self, out, lse, ratio): ...
+    def gathering(self, x, dr, sl, is_causal=True, offset=0, is_kv=False, seq_parall=True): ...
+    def scattering(self, outs, lses, seq_len, bsz, offset=0): ...
+
+    def forward(
+        self, query, key, value, incremental_state=None, key_padding_mask=None, attn_mask=None, rel_pos=None,
+        is_first_step=False, is_causal=False,
+    ):
         return "original", None
 '''
 
 
-def write(root: Path, package: str = "torchscale") -> None:
-    """Makes `package` (dots allowed) importable from root."""
-    folder = root
-    for part in [*package.split("."), "component"]:
-        folder = folder / part
-        folder.mkdir(parents=True, exist_ok=True)
+def write(root: Path, package: str = "torchscale", file: str = "component/dilated_attention.py") -> None:
+    """Makes `package` (dots allowed) importable from root, with the class in a file of it."""
+    place = root.joinpath(*package.split("."), *file.split("/"))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for folder in place.parents:
+        if folder == root:
+            break
         (folder / "__init__.py").touch()
-    (folder / "dilated_attention.py").write_text(SOURCE)
+    place.write_text(SOURCE)

@@ -11,6 +11,7 @@
 
 #include "longspan/block_pattern.h"
 #include "pattern/text.h"
+#include "util/nearest_word.h"
 
 namespace longspan {
 namespace {
@@ -34,8 +35,15 @@ constexpr std::array kTerms = {TermName{"local_window", Kind::local_window, 1, 1
                                TermName{"adaptive", Kind::adaptive, 1, 1}};
 constexpr std::string_view kKnown =
     "is not a block pattern: use local_window(512), strided(512), dilated_sparse(1,2,4), global_local(64,512), "
-    "hierarchical, "
-    "random(0.1,0), adaptive(0.1), bigbird or longformer";
+    "hierarchical, random(0.1,0), adaptive(0.1), bigbird or longformer";
+
+/// What may have been meant: patterns that are no terms are named here, too, since a whole pattern may stand here.
+std::string unknown_term(std::string_view name) {
+  std::vector<std::string_view> words{"dense", "dilated", "longnet", "block_sparse", "bigbird", "longformer"};
+  for (const TermName& known : kTerms) words.push_back(known.name);
+  const std::string meant = nearest_word(name, words);
+  return meant.empty() ? std::string(kKnown) : fmt::format("{}; did you mean {}?", kKnown, meant);
+}
 
 std::string print_rows(const BlockMask& mask) {
   std::string text;
@@ -176,7 +184,7 @@ class BlockText {
         reader_.fail(word, "needs pairs of stride and window");
       return {block_size_, {std::move(result)}};
     }
-    reader_.fail(word, kKnown);
+    reader_.fail(word, unknown_term(name));
   }
 
   BlockMask custom() const {

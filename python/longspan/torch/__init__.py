@@ -44,6 +44,7 @@ from .longnet import (
     LongNetCache,
     LongNetLM,
 )
+from . import flops as _flops  # registers its formulas
 from .multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from .operator import attention, attention_backward
 from .ring import (

@@ -12,13 +12,27 @@ from torch import Tensor, nn
 
 from .._errors import InvalidArgument, Unsupported
 from .._inspect import adaptive_mask, attention_blocks
+from .._named import choice
 from .._longspan import BlockMask, BlockPattern, Pattern
-from .._patterns import draw
+from .._patterns import dilated, draw
 from .multihead import MultiheadDilatedAttention
 from .operator import attention
-from .options import accept_pool_arguments, check_dropout, finite, integer, integers, key_mask, warn_once
+from .options import (
+    accept_pool_arguments,
+    at_least,
+    check_dropout,
+    finite,
+    integer,
+    integers,
+    key_mask,
+    require_tensors,
+    warn_once,
+)
 from .ring_calls import RingArguments, RingCalls
 
+_PATTERN_TYPES = (
+    "dilated_sparse", "local_window", "local", "global_local", "longformer", "strided", "hierarchical", "random", "bigbird",
+)  # fmt: skip
 _BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -32,6 +46,11 @@ class SparsePatternConfig:
     block_size: int = 128
     local_window_size: int = 512
     global_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        self.block_size = at_least("block_size", self.block_size, 1)
+        self.local_window_size = at_least("local_window_size", self.local_window_size, 0)
+        self.global_tokens = at_least("global_tokens", self.global_tokens, 0)
 
 
 @dataclass
@@ -85,6 +104,8 @@ def _config(kind: type, given: Any, name: str) -> Any:
             if key not in known:
                 raise InvalidArgument(f"{name} has no field {key!r}: it has {', '.join(sorted(known))}", name)
         return kind(**given)
+    if isinstance(given, type) or not all(hasattr(given, item.name) for item in fields(kind)):
+        raise InvalidArgument(f"{name} is {given!r}: give a {kind.__name__} or a dict of its fields", name)
     return given
 
 
@@ -143,6 +164,7 @@ class _BlockSparse(RingCalls, nn.Module):
         chosen: Pattern | None = None,
     ) -> Tensor:  # fmt: skip
         """chosen: instead of the sequence's own pattern."""
+        require_tensors(query=query, key=key, value=value)
         dropout = self.dropout if self.training else 0.0
         out = self._over_ring(
             query, key, value, lambda tokens: chosen or self.pattern(tokens), is_causal, None, dropout, mask
@@ -185,9 +207,8 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
 
     def block_pattern(self, tokens: int) -> BlockPattern:
         config, size = self.sparse_config, self.block_size
-        window = integer("local_window_size", config.local_window_size)
-        shared = min(integer("global_tokens", config.global_tokens), tokens)
-        kind = config.pattern_type
+        window, shared = config.local_window_size, min(config.global_tokens, tokens)
+        kind = choice("pattern_type", config.pattern_type, _PATTERN_TYPES)
         if kind == "dilated_sparse":
             return BlockPattern.dilated_sparse(self.dilation_rates, size)
         if kind in ("local_window", "local"):
@@ -200,18 +221,12 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
             return BlockPattern.random(self.density, 0, size)
         if kind == "strided":
             return BlockPattern.strided(window, size)
-        if kind == "hierarchical":
-            return BlockPattern.parse(f"block={size} hierarchical")
-        raise InvalidArgument(
-            f"pattern_type is {kind!r}: give dilated_sparse, local_window, global_local, strided, hierarchical, random "
-            "or bigbird",
-            "pattern_type",
-        )
+        return BlockPattern.parse(f"block={size} hierarchical")
 
     def pattern(self, tokens: int) -> Pattern:
         if not self.compose:
             return super().pattern(tokens)
-        result = Pattern.dilated(self.segment_lengths, self.dilation_rates)
+        result = dilated(self.segment_lengths, self.dilation_rates)
         for index, (segment, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
             rows = -(-min(segment, tokens) // rate)
             result = result.with_mask(index, self.block_pattern(rows))
@@ -242,6 +257,7 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
     ) -> Any:
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. return_attention_weights adds a dict
         of block_indices (entry, head, block row, block column), block_values and block_size."""
+        require_tensors(query=query, key=key, value=value)
         tokens = key.shape[1]
         if self._group() is None:
             self._compare_density(tokens, is_causal)
@@ -357,7 +373,10 @@ class BlockSparseAdaptive(_BlockSparse):
         self.num_heads = integer("num_heads", num_heads)
         self.head_dim = integer("head_dim", head_dim)
         self.adaptive_config = _config(AdaptiveConfig, adaptive_config, "adaptive_config")
-        self.density = _fraction("1 - base_sparsity", 1.0 - self.adaptive_config.base_sparsity)
+        pruned = _fraction("base_sparsity", self.adaptive_config.base_sparsity, zero=True)
+        if pruned == 1:
+            raise InvalidArgument("base_sparsity is 1: nothing would be kept; give less", "base_sparsity")
+        self.density = 1.0 - pruned
 
     def block_pattern(self, tokens: int) -> BlockPattern:
         return BlockPattern.adaptive(self.density, self.block_size)
@@ -384,6 +403,7 @@ class BlockSparseAdaptive(_BlockSparse):
     ) -> Any:
         """return_pattern adds {"patterns": (block rows, block columns) of each head}; for several batch entries a list
         of those."""
+        require_tensors(query=query, key=key, value=value)
         mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
         if not (self.adaptive_config.share_across_heads or return_pattern):
             return self._attend(query, key, value, is_causal, mask)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from .._errors import InvalidArgument, Unsupported
 from .._longspan import Pattern
+from .._named import refused
 from .._patterns import as_pattern
 from .dilated import DilatedAttention
 from .operator import attention
+from .options import finite, integer
 
 _SMALLEST = 64  # rows of a first allocation; it doubles up to what the segment can hold
 _WHOLE = 1 << 62  # the segment of a branch over the whole sequence
@@ -121,6 +123,8 @@ class DilatedCache:
                 "a longspan.Pattern",
                 "module",
             )
+        heads = integer("heads", heads)
+        scale = None if scale is None else finite("scale", scale)
         pattern = as_pattern(module)
         if "block=" in str(pattern):
             raise Unsupported(
@@ -159,7 +163,9 @@ class DilatedCache:
             strand.keys = strand.values = None
 
     def _check(self, name: str, x: Tensor, like: Tensor) -> None:
-        if x.dim() != 4 or x.shape[2] != self.heads:
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise refused(name, x, "a tensor [batch, tokens, heads, head_dim]")
+        if x.shape[2] != self.heads:
             fix = "" if name == "query" else "; repeat the heads of grouped queries with repeat_interleave"
             raise InvalidArgument(
                 f"{name} has shape {list(x.shape)}: give [batch, tokens, heads = {self.heads}, head_dim]{fix}", name

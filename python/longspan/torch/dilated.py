@@ -7,8 +7,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._named import flag
 from .operator import attention
-from .options import accept_pool_arguments, check_dropout, dilated_pattern, finite, integers, key_mask
+from .options import (
+    accept_pool_arguments,
+    check_dropout,
+    dilated_pattern,
+    finite,
+    integers,
+    key_mask,
+    require_tensors,
+)
 
 
 class DilatedAttention(nn.Module):
@@ -51,6 +60,7 @@ class DilatedAttention(nn.Module):
     ) -> Tensor:
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. attention_mask [b, n] or
         [b, 1, 1, n]: true where a key may be attended."""
+        require_tensors(query=query, key=key, value=value)
         mask = None
         if attention_mask is not None:
             mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
@@ -87,4 +97,4 @@ class ImprovedDilatedAttention(DilatedAttention):
         super().__init__(
             segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout), **pool_arguments
         )
-        self.allow_tf32 = bool(use_tf32)
+        self.allow_tf32 = flag("use_tf32", use_tf32)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .._errors import InvalidArgument
+from .._named import choice
 from .block_sparse import BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention
 from .dilated import DilatedAttention, ImprovedDilatedAttention
 from .multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
@@ -28,9 +29,7 @@ TYPES: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
 
 
 def _classes(attention_type: str) -> tuple[type[nn.Module], type[nn.Module]]:
-    if attention_type not in TYPES:
-        raise InvalidArgument(f"attention_type is {attention_type!r}: give {', '.join(TYPES)}", "attention_type")
-    return TYPES[attention_type]
+    return TYPES[choice("attention_type", attention_type, list(TYPES))]
 
 
 def _fields(name: str, config: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ and before the second linear layer, and the gains of the initialisation, are MAG
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +17,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .._errors import InvalidArgument
+from .._named import refused
 from .cache import DilatedCache, JoinedCaches
 from .multihead import MultiheadDilatedAttention
-from .options import check_dropout, finite, inner_norm, integer, integers
+from .options import at_least, at_least_zero, check_dropout, inner_norm, integers
 from .positions import Positions
 from .sampling import Sampler
 
@@ -33,13 +35,6 @@ def _activation(given: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     if not callable(function):
         raise InvalidArgument(f"activation is {given!r}: give 'relu', 'gelu', 'silu' or a function", "activation")
     return function
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    result = integer(name, value)
-    if result < least:
-        raise InvalidArgument(f"{name} is {value}: give at least {least}", name)
-    return result
 
 
 class _Layer(nn.Module):
@@ -61,13 +56,13 @@ class _Layer(nn.Module):
     ) -> None:
         """inner_norms: the attention modules by name, and whether each has a norm before its output projection."""
         super().__init__()
-        self.d_model, heads = _at_least("d_model", d_model, 1), _at_least("nhead", nhead, 1)
+        self.d_model, heads = at_least("d_model", d_model, 1), at_least("nhead", nhead, 1)
         if self.d_model % heads:
             raise InvalidArgument(
                 f"d_model is {d_model}, nhead is {nhead}: d_model must be a multiple of nhead", "d_model"
             )
-        hidden = _at_least("dim_feedforward", dim_feedforward, 1)
-        self.gamma_init = finite("gamma_init", gamma_init)
+        hidden = at_least("dim_feedforward", dim_feedforward, 1)
+        self.gamma_init = at_least_zero("gamma_init", gamma_init)
         self.activation = _activation(activation)
         self.dropout = nn.Dropout(check_dropout("dropout", dropout))
 
@@ -88,6 +83,8 @@ class _Layer(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def _check(self, name: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise refused(name, x, "a torch tensor")
         if x.dim() != 3 or x.shape[2] != self.d_model:
             raise InvalidArgument(f"{name} has shape {list(x.shape)}: give [batch, tokens, d_model = {self.d_model}]", name)
 
@@ -223,8 +220,8 @@ class LongNet(nn.Module):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        encoders = _at_least("num_encoder_layers", num_encoder_layers, 1)
-        decoders = _at_least("num_decoder_layers", num_decoder_layers, 1)
+        encoders = at_least("num_encoder_layers", num_encoder_layers, 1)
+        decoders = at_least("num_decoder_layers", num_decoder_layers, 1)
         self.d_model = d_model
         self.gradient_checkpointing = gradient_checkpointing
         arguments = (
@@ -266,7 +263,7 @@ class LongNetCache:
     """The past of a LongNet: one DilatedCache for each attention. `position` tokens were seen, `bytes` are kept."""
 
     def __init__(self, model: LongNet, length: int | None = None) -> None:
-        self.length: Any = None if length is None else _at_least("length", length, 0)
+        self.length: Any = None if length is None else at_least("length", length, 0)
         layers = [*model.encoder.layers, *model.decoder.layers]
         self._layers: dict[nn.Module, tuple[Any, ...]] = {layer: layer.new_caches() for layer in layers}
 
@@ -279,6 +276,14 @@ class LongNetCache:
         result.length = None if None in lengths else lengths
         result._layers = {
             layer: tuple(map(JoinedCaches, zip(*(part._layers[layer] for part in parts)))) for layer in parts[0]._layers
+        }
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LongNetCache:
+        """The model is not copied along, but a copy of it that is made at the same time is taken."""
+        result = copy.copy(self)
+        result._layers = {
+            memo.get(id(layer), layer): copy.deepcopy(caches, memo) for layer, caches in self._layers.items()
         }
         return result
 
@@ -345,9 +350,9 @@ class LongNetLM(nn.Module):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.num_tokens = _at_least("num_tokens", num_tokens, 1)
+        self.num_tokens = at_least("num_tokens", num_tokens, 1)
         placement = {"device": device, "dtype": dtype}
-        width = _at_least("d_model", d_model, 1)
+        width = at_least("d_model", d_model, 1)
         self.token_embedding = nn.Embedding(self.num_tokens, width, **placement)
         self.pos_embedding = Positions(width, positions, device=device)
         self.long_net = LongNet(
@@ -360,6 +365,8 @@ class LongNetLM(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def _check(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor):
+            raise refused("ids", ids, "a torch tensor of whole numbers [batch, tokens]")
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise InvalidArgument(
                 f"ids is {list(ids.shape)} {ids.dtype}: give whole numbers [batch, tokens], int64 or int32", "ids"
@@ -431,8 +438,8 @@ class LongNetLM(nn.Module):
         self._check(ids)
         if ids.shape[1] < 1:
             raise InvalidArgument("ids has no tokens: give a prompt of at least one", "ids")
-        count = _at_least("max_new_tokens", max_new_tokens, 0)
-        chunk = _at_least("prefill_chunk", prefill_chunk, 1)
+        count = at_least("max_new_tokens", max_new_tokens, 0)
+        chunk = at_least("prefill_chunk", prefill_chunk, 1)
         sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
         prompts = self._prompt_lengths(ids, lengths)
         training = self.training

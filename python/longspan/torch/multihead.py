@@ -10,8 +10,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .._errors import InvalidArgument
+from .._named import flag, refused
 from .dilated import DilatedAttention, ImprovedDilatedAttention
-from .options import autocast_once, boolean_padding, check_dropout, hooked, inner_norm, integer, key_mask, surely, warn_once
+from .options import (
+    accept_pool_arguments,
+    at_least_zero,
+    autocast_once,
+    boolean_padding,
+    check_dropout,
+    hooked,
+    inner_norm,
+    integer,
+    key_mask,
+    surely,
+    warn_once,
+)
 from .projected import EAGER_DEVICES, FEWEST_ROWS, projected_attention
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -39,6 +52,7 @@ class _Multihead(nn.Module):
         pool_arguments: dict[str, Any],
     ) -> None:
         super().__init__()
+        accept_pool_arguments(type(self).__name__, pool_arguments)
         #: Whether tensors are [batch, tokens, embed_dim]; False: [tokens, batch, embed_dim], as layers of torch that were made
         #: without batch_first pass them.
         self.batch_first = True
@@ -51,9 +65,9 @@ class _Multihead(nn.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
-        self.gamma_init = gamma_init
+        self.gamma_init = at_least_zero("gamma_init", gamma_init)
         self.attention = DilatedAttention(
-            segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout), **pool_arguments
+            segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout)
         )
         groups = len(self.attention.segment_lengths)
         if num_heads < groups:
@@ -61,8 +75,10 @@ class _Multihead(nn.Module):
                 f"num_heads is {num_heads}, segment_lengths has {groups} entries: give at least one head for each",
                 "num_heads",
             )
+        bias = flag("bias", bias)
         self._make_projections(bias, placement)
-        self.norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps, **placement) if layer_norm else None
+        epsilon = at_least_zero("layer_norm_eps", layer_norm_eps)
+        self.norm = nn.LayerNorm(embed_dim, eps=epsilon, **placement) if flag("layer_norm", layer_norm) else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **placement)
         self._reset_parameters()
 
@@ -130,6 +146,8 @@ class _Multihead(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def _check(self, name: str, tensor: Tensor, like: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise refused(name, tensor, "a torch tensor")
         if tensor.dim() != 3 or tensor.shape[2] != self.embed_dim:
             raise InvalidArgument(
                 f"{name} has shape {list(tensor.shape)}: give [batch, tokens, embed_dim = {self.embed_dim}]", name
@@ -285,7 +303,7 @@ class ImprovedMultiheadDilatedAttention(_Multihead):
             embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps,
             gamma_init, {"device": device, "dtype": dtype}, pool_arguments,
         )  # fmt: skip
-        self.attention.allow_tf32 = bool(use_tf32)
+        self.attention.allow_tf32 = flag("use_tf32", use_tf32)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if key is query and value is query:

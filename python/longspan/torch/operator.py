@@ -13,30 +13,39 @@ replayed, and torch's memory statistics count everything.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from .._errors import InvalidArgument, Unsupported, renamed
-from .._longspan import Attention, Pattern, TorchCalls
-from .._patterns import as_pattern, compiled
-
-# What both passes take after their tensors, in this order.
-SETTINGS = (
-    "str pattern, bool causal, float? scale, float? output_scale, float dropout, Tensor? seed, Tensor? lengths, "
-    "Tensor? key_mask, Tensor? alibi_slopes, SymInt[]? query_ranges, bool deterministic, bool detached_mix, "
-    "bool allow_tf32, str kernel"
+from .._arguments import (
+    DATA_NAMES,
+    DATA_SET,
+    NO_DATA,
+    SCHEMA,
+    Arguments,
+    Settings,
+    check_seed,
+    listed,
+    refuse_names,
 )
-SETTING_COUNT = 14
+from .._diagnosis import diagnosed
+from .._errors import InvalidArgument, Unsupported
+from .._longspan import Attention, BlockPattern, Pattern, TorchCalls
+from .._named import choice, flag, is_number, refused
+from .._patterns import as_pattern, compiled, whole_seed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 library = torch.library.Library("longspan", "DEF")
-library.define(f"attention(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)")
+library.define(f"attention(Tensor query, Tensor key, Tensor value, {SCHEMA}) -> (Tensor, Tensor)")
 library.define(
     "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    f"Tensor lse, {SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
 
 _forward_op = torch.ops.longspan.attention.default
@@ -69,6 +78,7 @@ def _dtype_number(name: str, tensor: Tensor) -> int:
 def raw_tensor(name: str, tensor: Tensor) -> tuple:
     """What the compiled module takes without the cost of a DLPack capsule."""
     dtype = _dtype_number(name, tensor)
+    check_dense(name, tensor)
     if tensor.is_cpu:
         return (tensor.data_ptr(), dtype, _CPU, 0, tensor.shape, tensor.stride())
     if tensor.is_cuda:
@@ -78,6 +88,22 @@ def raw_tensor(name: str, tensor: Tensor) -> tuple:
 
 def _raw_or_none(name: str, tensor: Tensor | None) -> tuple | None:
     return None if tensor is None else raw_tensor(name, tensor)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidArgument(f"{name} is a tensor of layout {tensor.layout}: give a dense one", name)
+
+
+def _check_data(name: str, tensor: Tensor) -> None:
+    check_dense(name, tensor)
+    if tensor.is_meta:
+        raise InvalidArgument(f"{name} is on meta: give values", name)
+
+
+def with_contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it where its head dimension is not contiguous, as kernels need it."""
+    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _pairs(ranges: Sequence[int] | None) -> list[tuple[int, int]] | None:
@@ -146,17 +172,13 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _check_tensors(**tensors: Tensor) -> None:
+def _check_shapes(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
             raise InvalidArgument(
                 f"{name} has {tensor.dim()} dimensions: {name} is [batch, tokens, heads, head_dim]", name
             )
         _dtype_number(name, tensor)
-
-
-# What a call may bring beside its main tensors: seed, lengths, key_mask, alibi_slopes and query_ranges (flat).
-NO_DATA = (None,) * 5
 
 
 def _arguments(query: Tensor, data: tuple) -> tuple:
@@ -178,22 +200,33 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _has_storage = getattr(torch._C, "_has_storage", lambda tensor: True)  # batches of gradients have none
 
 
+class Route(enum.IntEnum):
+    """How a call runs."""
+
+    DISPATCHER = 0
+    DIRECT = 1
+    RECORDING = 2  # past the dispatcher, with gradients to record
+
+
+_DISPATCHER, _DIRECT, _RECORDING = map(int, Route)  # members are slow to look up and compare
+
+
 class _RawCalls:
     """TorchCalls in Python, for torch without the exchange API."""
 
     @staticmethod
-    def mode(query: Tensor, key: Tensor, value: Tensor) -> int:
-        """0: through the dispatcher, 1: past it, 2: past it, recording gradients."""
+    def route(query: Tensor, key: Tensor, value: Tensor) -> int:
         for tensor in (query, key, value):
             if type(tensor) not in _PLAIN_TYPES or not (tensor.is_cpu or tensor.is_cuda) or not _has_storage(tensor):
-                return 0
+                return _DISPATCHER
         if torch.is_autocast_enabled(query.device.type) or any(observes() for observes in _observers):
-            return 0
+            return _DISPATCHER
         records = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        return 2 if records else 1
+        return _RECORDING if records else _DIRECT
 
     @staticmethod
     def forward(operator, query, key, value, with_lse, lengths=None, key_mask=None, alibi_slopes=None, *rest):
+        query, key, value = map(with_contiguous_rows, (query, key, value))
         out, lse = _empty_like(query), _empty_lse(query) if with_lse else None
         operator.forward(
             *map(raw_tensor, ("query", "key", "value", "out"), (query, key, value, out)), _raw_or_none("lse", lse),
@@ -215,8 +248,8 @@ class _RawCalls:
 def _backward_into(
     grads, operator, grad_out, grad_lse, query, key, value, out, lse, lengths=None, key_mask=None, alibi_slopes=None, *rest
 ) -> None:
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()  # autograd hands over expanded scalars, for example from sum()
+    # Autograd hands over expanded scalars as grad_out, for example from sum().
+    query, key, value, out, grad_out = map(with_contiguous_rows, (query, key, value, out, grad_out))
     operator.backward(
         *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
         raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse),
@@ -250,28 +283,30 @@ _calls = _make_calls()
 
 
 def run_forward(query, key, value, *settings):
-    _check_tensors(query=query, key=key, value=value)
-    operator = compiled(*settings[:5], *settings[10:])
-    arguments = _arguments(query, settings[5:10])
+    settings = Settings(*settings)
     try:
-        return _calls.forward(operator, query, key, value, True, *arguments)
+        _check_shapes(query=query, key=key, value=value)
+        operator = compiled(settings.pattern, *settings.options)
+        return _calls.forward(operator, query, key, value, True, *_arguments(query, settings.data))
     except InvalidArgument as error:
-        raise renamed(error, _NAMES) from None
+        raise explained(error, settings._asdict(), query=query, key=key, value=value) from None
 
 
 def run_backward(grad_out, grad_lse, query, key, value, out, lse, *settings, into=None):
     """into: where the gradients go, in any strides; without it they are new."""
-    _check_tensors(query=query, key=key, value=value, out=out, grad_out=grad_out)
-    operator = compiled(*settings[:5], *settings[10:])
-    call = (operator, grad_out, grad_lse, query, key, value, out, lse, *_arguments(query, settings[5:10]))
+    settings = Settings(*settings)
     try:
+        _check_shapes(query=query, key=key, value=value, out=out, grad_out=grad_out)
+        operator = compiled(settings.pattern, *settings.options)
+        call = (operator, grad_out, grad_lse, query, key, value, out, lse, *_arguments(query, settings.data))
         return _calls.backward(*call) if into is None else _backward_into(into, *call)
     except InvalidArgument as error:
-        raise renamed(error, _NAMES) from None
+        tensors = dict(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse)
+        raise explained(error, settings._asdict(), **tensors) from None
 
 
 def _fake_forward(query, key, value, *settings):
-    _check_tensors(query=query, key=key, value=value)
+    _check_shapes(query=query, key=key, value=value)
     return _empty_like(query), _empty_lse(query)
 
 
@@ -280,21 +315,20 @@ def _fake_backward(grad_out, grad_lse, query, key, value, *rest):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    # Of the settings, numbers 5 to 8 are tensors: seed, lengths, key_mask, alibi_slopes.
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[8:12])
-    ctx.before = inputs[3:8]
-    ctx.after = inputs[12:]
+    ctx.settings, tensors = Settings(*inputs[3:]).split()
+    ctx.save_for_backward(*inputs[:3], *output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_out, grad_lse):
-    query, key, value, out, lse, *call_tensors = ctx.saved_tensors
+    query, key, value, out, lse, *tensors = ctx.saved_tensors
+    nothing = (None,) * len(ctx.settings)
     if grad_out is None:
         if grad_lse is None:
-            return (None,) * (3 + SETTING_COUNT)
+            return (None, None, None, *nothing)
         grad_out = torch.zeros_like(out)
-    grads = _backward_op(grad_out, grad_lse, query, key, value, out, lse, *ctx.before, *call_tensors, *ctx.after)
-    return *grads, *(None,) * SETTING_COUNT
+    settings = ctx.settings.joined(tensors)
+    return *_backward_op(grad_out, grad_lse, query, key, value, out, lse, *settings), *nothing
 
 
 def refuse_second_derivative(ctx, *grads):
@@ -326,15 +360,6 @@ torch.library.register_autograd("longspan::attention", _differentiate, setup_con
 torch.library.register_autograd("longspan::attention_backward", refuse_second_derivative, lib=library)
 
 
-def _settings(operator: Attention, data: tuple) -> tuple:
-    """What the schema has after its tensors."""
-    o = operator.options
-    return (
-        str(operator.pattern), o.causal, o.scale, o.output_scale, o.dropout, *data, o.deterministic, o.detached_mix,
-        o.allow_tf32, o.kernel,
-    )  # fmt: skip
-
-
 class _Eager(torch.autograd.Function):
     """The operator's own functions without the dispatcher. (A separate setup_context would cost another 100 us.)"""
 
@@ -356,15 +381,10 @@ class _Eager(torch.autograd.Function):
                 return (None,) * 6
             grad_out = torch.zeros_like(out)
         # What observes may come with the backward alone, and with create_graph the registered operator refuses.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _calls.mode(grad_out, query, value) != 1:
-            settings = _settings(operator, data)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _calls.route(grad_out, query, value) != _DIRECT:
+            settings = Settings.of(operator, data)
             return *_backward_op(grad_out, grad_lse, query, key, value, out, lse, *settings), None, None, None
-        try:
-            grads = _calls.backward(
-                operator, grad_out, grad_lse, query, key, value, out, lse, *_arguments(query, data)
-            )
-        except InvalidArgument as error:
-            raise renamed(error, _NAMES) from None
+        grads = _calls.backward(operator, grad_out, grad_lse, query, key, value, out, lse, *_arguments(query, data))
         return *grads, None, None, None
 
 
@@ -372,127 +392,165 @@ class _Eager(torch.autograd.Function):
 _record = super(torch.autograd.Function, _Eager).apply
 
 
-@torch.compiler.assume_constant_result
-def _made_text(pattern: Pattern | None) -> str:
-    return str(as_pattern(pattern))
-
-
-def _text(pattern: Pattern | str | None) -> str:
-    return pattern if isinstance(pattern, str) else _made_text(pattern)
+def _text(pattern: Pattern | BlockPattern | str | None) -> str:
+    if isinstance(pattern, str):
+        return pattern
+    return str(pattern if isinstance(pattern, (Pattern, BlockPattern)) else as_pattern(pattern))
 
 
 def _as_tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor | None:
     """Lists and tuples become tensors, but numbers of another kind are not rounded in silence."""
-    if value is None or isinstance(value, Tensor):
+    if isinstance(value, Tensor):
+        _check_data(name, value)
         return value
+    if value is None:
+        return None
     if not isinstance(value, (list, tuple)):
         raise InvalidArgument(f"{name} is {type(value).__name__}: give a torch tensor or a list", name)
-    result = torch.tensor(value)
+    try:
+        result = torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgument(f"{name} is {value!r}: give a list of numbers", name) from None
     if result.is_floating_point() and not dtype.is_floating_point and result.numel() > 0:
         raise InvalidArgument(f"{name} is {value}: give whole numbers", name)
     return result.to(dtype)
 
 
-def call_seed(query: Tensor, seed: Any) -> Tensor | None:
+def call_seed(query: Tensor, seed: Any) -> Tensor:
     """A seed as the schema has it; without one a draw from torch's generator, so that torch.manual_seed governs it."""
     if seed is None:
         return torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device=query.device)
-    if isinstance(seed, int):  # the host hands it over by value
-        return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
-    return _as_tensor("seed", seed, torch.int64)
+    if isinstance(seed, Tensor):
+        _check_data("seed", seed)
+        return seed
+    seed = whole_seed(seed)  # the host hands it over by value
+    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
 
 
-def call_data(query: Tensor, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges) -> tuple:
+def _flat(query_ranges: Any) -> list[int] | None:
+    if query_ranges is None:
+        return None
+    try:
+        flat = [number for start, count in query_ranges for number in (start, count)]
+    except (TypeError, ValueError):
+        flat = [None]
+    if not all(isinstance(number, (int, torch.SymInt)) for number in flat):
+        raise InvalidArgument(
+            f"query_ranges is {query_ranges!r}: give a list of pairs of whole numbers (start, count)", "query_ranges"
+        )
+    return flat
+
+
+def call_data(
+    query: Tensor, dropout, seed=None, lengths=None, key_mask=None, alibi_slopes=None, query_ranges=None
+) -> tuple:
     """The data of a call as the schema has it."""
-    if query_ranges is not None:
-        query_ranges = [number for pair in query_ranges for number in pair]
-        if not all(isinstance(number, (int, torch.SymInt)) for number in query_ranges):
-            raise InvalidArgument(
-                f"query_ranges has {query_ranges}: give pairs of whole numbers (start, count)", "query_ranges"
-            )
     return (
         call_seed(query, seed) if dropout else None, _as_tensor("lengths", lengths, torch.int64),
         _as_tensor("key_mask", key_mask, torch.bool), _as_tensor("alibi_slopes", alibi_slopes, torch.float32),
-        query_ranges,
+        _flat(query_ranges),
     )  # fmt: skip
 
 
-def _arranged(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Views with rows before heads."""
-    if layout == "bnhd":
-        return tensors
-    if layout == "bhnd":
-        return tuple(x.transpose(1, 2) for x in tensors)
-    raise InvalidArgument(f"layout is {layout!r}: give 'bnhd' or 'bhnd'", "layout")
+_CALL_NAMES = DATA_SET | {"dropout"}
 
 
-def _check_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+def _separated(query: Tensor, arguments: Any) -> tuple[dict[str, Any], tuple]:
+    """What is fixed for an operator, and the data of a call."""
+    options = {name: value for name, value in arguments.items() if name not in DATA_NAMES}
+    dropout = options.get("dropout", 0.0)
+    if not (isinstance(dropout, (int, float)) or is_number(dropout)):
+        raise refused("dropout", dropout, "a number")
+    data = {name: arguments[name] for name in DATA_NAMES if name in arguments}
+    if not dropout and all(value is None for name, value in data.items() if name != "seed"):
+        return options, NO_DATA
+    return options, call_data(query, dropout, **data)
+
+
+def _settings(function: str, query: Tensor, pattern: Any, arguments: Any) -> Settings:
+    refuse_names(function, arguments)
+    options, data = _separated(query, arguments)
+    text = _text(pattern)
+    if not torch.compiler.is_compiling():
+        compiled(text, **options)  # refuses options by name, which a schema does in torch's words
+    if options.get("kernel", "") is None:
+        options = {**options, "kernel": ""}
+    return Settings(text, **options, **dict(zip(DATA_NAMES, data)))
+
+
+def check_tensors(**tensors: Any) -> None:
+    """That all are dense tensors, where the first is."""
+    first = None
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise InvalidArgument(f"{name} is {type(tensor).__name__}: give a torch tensor", name)
-        if tensor.device != query.device:
-            raise InvalidArgument(
-                f"{name} is on {tensor.device}, query is on {query.device}: move them to one device", name
-            )
+            raise refused(name, tensor, "a torch tensor")
+        check_dense(name, tensor)
+        if first is None:
+            first, place = name, tensor.device
+        elif tensor.device != place:
+            raise InvalidArgument(f"{name} is on {tensor.device}, {first} is on {place}: move them to one device", name)
 
 
+def explained(error: Exception, arguments: Any, function: str = "attention", layout: str = "bnhd", **tensors: Any) -> Exception:
+    """The error in the caller's words: his arguments, his shapes."""
+    if isinstance(error, TypeError):
+        refuse_names(function, arguments)
+    return diagnosed(error, {**tensors, **arguments}, layout == "bhnd")
+
+
+def _heads_first(layout: Any, function: Any, tensors: dict[str, Any], *rest: Any, **arguments: Any) -> Any:
+    """The function on views with rows before heads."""
+    choice("layout", layout, ("bnhd", "bhnd"))
+    if any(not isinstance(x, Tensor) or x.dim() != 4 for x in tensors.values()):
+        raise explained(InvalidArgument("tensors have 4 dimensions"), {}, layout=layout, **tensors)
+    views = {name: x.transpose(1, 2) if name != "lse" else x for name, x in tensors.items()}
+    if torch.compiler.is_compiling():
+        return function(*views.values(), *rest, **arguments)
+    try:
+        return function(*views.values(), *rest, **arguments)
+    except InvalidArgument as error:
+        raise explained(error, arguments, layout=layout, **tensors) from None
+
+
+@overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern | str | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    output_scale: float | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    lengths: Any = None,
-    key_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    query_ranges: Sequence[tuple[int, int]] | None = None,
-    return_lse: bool = False,
-    kernel: str | None = None,
-    deterministic: bool = False,
-    detached_mix: bool = False,
-    allow_tf32: bool = False,
-    layout: str = "bnhd",
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | BlockPattern | str | None = ..., *,
+    return_lse: Literal[False] = ..., layout: str = ..., **arguments: Unpack[Arguments],
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | BlockPattern | str | None = ..., *,
+    return_lse: Literal[True], layout: str = ..., **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@listed
+def attention(query, key, value, pattern=None, *, return_lse=False, layout="bnhd", **arguments):
     """longspan.attention for torch tensors, with gradients; see there for the arguments. Without a seed, dropout draws
     one from torch's generator, so that torch.manual_seed governs it."""
-    if layout != "bnhd":
-        _check_devices(query, key, value)
-        query, key, value = _arranged(layout, query, key, value)
-    mode = 0 if torch.compiler.is_compiling() else _calls.mode(query, key, value)
-    if mode == 0:
-        _check_devices(query, key, value)
-    data = NO_DATA
-    if dropout or not (lengths is None and key_mask is None and alibi_slopes is None and query_ranges is None):
-        data = call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
-    lse = None
-    if mode == 0:
-        out, lse = _forward_op(
-            query, key, value, _text(pattern), causal, scale, output_scale, dropout, *data, deterministic,
-            detached_mix, allow_tf32, kernel or "",
-        )  # fmt: skip
-    else:
-        operator = compiled(
-            pattern, causal, scale, output_scale, dropout, deterministic, detached_mix, allow_tf32, kernel
-        )
-        try:
-            if mode == 1:
-                out, lse = _calls.forward(operator, query, key, value, return_lse, *_arguments(query, data))
-            elif return_lse:
-                out, lse = _record(query, key, value, operator, data, True)
-            else:
-                out = _record(query, key, value, operator, data, False)
-        except InvalidArgument as error:
-            raise renamed(error, _NAMES) from None
-    if layout != "bnhd":
-        (out,) = _arranged(layout, out)
+    if type(layout) is not str or layout != "bnhd":
+        tensors = {"query": query, "key": key, "value": value}
+        result = _heads_first(layout, attention, tensors, pattern, return_lse=return_lse, **arguments)
+        return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
+    if return_lse is not False and return_lse is not True:
+        return_lse = flag("return_lse", return_lse)
+    route = _DISPATCHER if torch.compiler.is_compiling() else _calls.route(query, key, value)
+    if route == _DISPATCHER:
+        check_tensors(query=query, key=key, value=value)
+        result = _forward_op(query, key, value, *_settings("attention", query, pattern, arguments))
+        return result if return_lse else result[0]
+    try:
+        options, data = arguments, NO_DATA
+        if not arguments.keys().isdisjoint(_CALL_NAMES):
+            options, data = _separated(query, arguments)
+        operator = compiled(pattern, **options)
+        if route == _RECORDING:
+            return _record(query, key, value, operator, data, return_lse)
+        out, lse = _calls.forward(operator, query, key, value, return_lse, *_arguments(query, data))
+    except (InvalidArgument, TypeError) as error:
+        raise explained(error, arguments, query=query, key=key, value=value) from None
     return (out, lse) if return_lse else out
 
 
+@listed
 def attention_backward(
     query: Tensor,
     key: Tensor,
@@ -500,32 +558,21 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    pattern: Pattern | str | None = None,
+    pattern: Pattern | BlockPattern | str | None = None,
     *,
     dlse: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    output_scale: float | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    lengths: Any = None,
-    key_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    query_ranges: Sequence[tuple[int, int]] | None = None,
-    kernel: str | None = None,
-    deterministic: bool = False,
-    detached_mix: bool = False,
-    allow_tf32: bool = False,
     layout: str = "bnhd",
+    **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention for query, key and value without autograd; for those who keep out and lse themselves."""
-    if dropout and seed is None:
-        raise InvalidArgument("seed is None with dropout: pass the seed of the forward call", "seed")
-    query, key, value, out, grad_out = _arranged(layout, query, key, value, out, grad_out)
-    data = call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
+    if type(layout) is not str or layout != "bnhd":
+        tensors = {"query": query, "key": key, "value": value, "out": out, "lse": lse, "grad_out": grad_out}
+        grads = _heads_first(layout, attention_backward, tensors, pattern, dlse=dlse, **arguments)
+        return tuple(x.transpose(1, 2) for x in grads)  # type: ignore[return-value]
+    check_seed(arguments)
+    check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
+    if dlse is not None:
+        check_tensors(query=query, dlse=dlse)
+    settings = _settings("attention_backward", query, pattern, arguments)
     with torch.no_grad():
-        grads = _backward_op(
-            grad_out, dlse, query, key, value, out, lse, _text(pattern), causal, scale, output_scale, dropout, *data,
-            deterministic, detached_mix, allow_tf32, kernel or "",
-        )  # fmt: skip
-    return _arranged(layout, *grads)
+        return _backward_op(grad_out, dlse, query, key, value, out, lse, *settings)

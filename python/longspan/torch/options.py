@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,10 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
-from .._errors import InvalidArgument, LongspanWarning
+from .._errors import InvalidArgument, warn_once
 from .._longspan import Pattern
+from .._named import refused, shown
+from .._patterns import noticed
 
 # Keyword arguments of the older classes that only sized or switched their own memory pools and caches.
 _POOL_ARGUMENTS = frozenset(
@@ -28,16 +29,6 @@ _TELLS_SIZES = tuple(int(part) for part in torch.__version__.split("+")[0].split
 
 # Private, so it may be missing.
 _hooked_everywhere = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
-
-_warned: set[str] = set()
-
-
-def warn_once(key: str, message: str) -> None:
-    """One warning per process for each key."""
-    if key not in _warned:
-        _warned.add(key)
-        warnings.warn(message, LongspanWarning, stacklevel=4)
-
 
 def accept_pool_arguments(class_name: str, arguments: dict) -> None:
     """Ignores what only tuned memory pools, with one warning; refuses everything else by name."""
@@ -68,13 +59,20 @@ def integer(name: str, value: int) -> int:
     return result
 
 
+def at_least(name: str, value: int, least: int) -> int:
+    result = integer(name, value)
+    if result < least:
+        raise InvalidArgument(f"{name} is {value}: give at least {least}", name)
+    return result
+
+
 def integers(name: str, values: Sequence[int]) -> list[int]:
     """A list of Python integers, or an error that names the argument."""
     try:
         result = [_whole(value) for value in values]
-    except TypeError:
+    except (TypeError, ValueError):
         result = [None]
-    if None in result:
+    if None in result or isinstance(values, (str, bytes, Mapping)):
         raise InvalidArgument(f"{name} is {values!r}: give a list of whole numbers", name)
     return [value for value in result if value is not None]
 
@@ -103,6 +101,14 @@ def surely(condition: Any) -> bool:
     if not torch.compiler.is_compiling():
         return condition
     return _TELLS_SIZES and statically_known_true(condition)
+
+
+def require_tensors(**tensors: Any) -> None:
+    """That these are [batch, tokens, heads, head_dim]."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            what = shown(tensor) if not isinstance(tensor, Tensor) else f"of shape {list(tensor.shape)}"
+            raise InvalidArgument(f"{name} is {what}: give a tensor [batch, tokens, heads, head_dim]", name)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -138,7 +144,14 @@ def dilated_pattern(segment_lengths: list[int], dilation_rates: list[int]) -> Pa
         for value in values:
             if value < 1:
                 raise InvalidArgument(f"{name} has {value}: entries are at least 1", name)
-    return Pattern.dilated(segment_lengths, dilation_rates).with_output_scale(1.0 / len(segment_lengths))
+    return noticed(Pattern.dilated(segment_lengths, dilation_rates)).with_output_scale(1.0 / len(segment_lengths))
+
+
+def at_least_zero(name: str, value: float) -> float:
+    result = finite(name, value)
+    if result < 0:
+        raise InvalidArgument(f"{name} is {value}: give 0 or more", name)
+    return result
 
 
 def check_dropout(name: str, value: float) -> float:
@@ -167,6 +180,8 @@ def key_mask(name: str, mask: Tensor | None, batch: int, tokens: int, *, two_dim
     """A mask [batch, tokens] or [batch, 1, 1, tokens] as booleans [batch, tokens]; the caller knows its sense."""
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise refused(name, mask, "a torch tensor of booleans")
     shape = tuple(mask.shape)
     allowed = [(batch, 1, 1, tokens)] + ([(batch, tokens)] if two_dimensional else [])
     if shape not in allowed:

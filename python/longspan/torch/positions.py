@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import InvalidArgument
+from .._named import choice
 
 KINDS = ("xpos", "rotary", "none")
 _SCALE_BASE = 512
@@ -29,8 +30,7 @@ class Positions(nn.Module):
 
     def __init__(self, width: int, kind: str = "xpos", *, device: object = None) -> None:
         super().__init__()
-        if kind not in KINDS:
-            raise InvalidArgument(f"positions is {kind!r}: give 'xpos', 'rotary' or 'none'", "positions")
+        choice("positions", kind, KINDS)
         if width % 2 and kind != "none":
             raise InvalidArgument(
                 f"d_model is {width}: positions={kind!r} turns pairs of channels; give an even number", "d_model"

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._arguments import DATA_NAMES, NO_DATA, SCHEMA, Settings
 from .dilated import DilatedAttention
 from .operator import (
-    NO_DATA,
-    SETTING_COUNT,
-    SETTINGS,
     call_data,
     library,
     refuse_second_derivative,
@@ -44,10 +42,10 @@ library.define(
     "strand_linear_backward(Tensor grad, Tensor? x, Tensor? weight, int features, int[] strands) -> (Tensor, Tensor)"
 )
 # stacked: [batch, tokens, heads, 3, head_dim]; or of query alone, and `keys` of key and value.
-library.define(f"stacked_attention(Tensor stacked, Tensor? keys, {SETTINGS}) -> (Tensor, Tensor)")
+library.define(f"stacked_attention(Tensor stacked, Tensor? keys, {SCHEMA}) -> (Tensor, Tensor)")
 library.define(
     "stacked_attention_backward(Tensor grad_out, Tensor stacked, Tensor? keys, Tensor out, Tensor lse, "
-    f"{SETTINGS}) -> (Tensor, Tensor)"
+    f"{SCHEMA}) -> (Tensor, Tensor)"
 )
 
 _strand_linear = torch.ops.longspan.strand_linear.default
@@ -146,18 +144,17 @@ def _fake_attention_backward(grad_out, stacked, keys, *rest) -> tuple[Tensor, Te
 
 
 def _attention_context(ctx, inputs, output) -> None:
-    # Of the settings, numbers 5 to 8 are tensors: seed, lengths, key_mask, alibi_slopes.
-    ctx.save_for_backward(*inputs[:2], *output, *inputs[7:11])
-    ctx.before, ctx.after = inputs[2:7], inputs[11:]
+    ctx.settings, tensors = Settings(*inputs[2:]).split()
+    ctx.save_for_backward(*inputs[:2], *output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_attention(ctx, grad_out, _):
-    stacked, keys, out, lse, *call_tensors = ctx.saved_tensors
-    nothing = (None,) * SETTING_COUNT
+    stacked, keys, out, lse, *tensors = ctx.saved_tensors
+    nothing = (None,) * len(ctx.settings)
     if grad_out is None:
         return None, None, *nothing
-    grads = _stacked_attention_backward(grad_out, stacked, keys, out, lse, *ctx.before, *call_tensors, *ctx.after)
+    grads = _stacked_attention_backward(grad_out, stacked, keys, out, lse, *ctx.settings.joined(tensors))
     return grads[0], None if keys is None else grads[1], *nothing
 
 
@@ -227,8 +224,9 @@ def projected_attention(
     dropout = attention.dropout if attention.training else 0.0
     data = NO_DATA
     if dropout or key_mask is not None:
-        data = call_data(query, dropout, None, None, key_mask, None, None)
-    return _stacked_attention(
-        stacked, keys, attention.pattern, is_causal, attention.softmax_scale, None, dropout, *data, False, False,
-        attention.allow_tf32, "",
-    )[0]  # fmt: skip
+        data = call_data(query, dropout, key_mask=key_mask)
+    settings = Settings(
+        attention.pattern, is_causal, attention.softmax_scale, dropout=dropout, allow_tf32=attention.allow_tf32,
+        **dict(zip(DATA_NAMES, data)),
+    )  # fmt: skip
+    return _stacked_attention(stacked, keys, *settings)[0]

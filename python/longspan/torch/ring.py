@@ -7,6 +7,7 @@ With a process group every rank passes its own contiguous rows, in the order of 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._errors import InvalidArgument
+from .._named import refused
 from .dilated import DilatedAttention
 from .multihead import _Multihead
-from .options import integer, warn_once
+from .operator import check_dense
+from .options import accept_pool_arguments, check_dropout, integer, warn_once
 from .process_group import agree, communicator_of, gather, group_or_default
 from .ring_calls import DEADLINE, RingArguments, RingCalls, RingMonitor, RingReport, layout_of
 
@@ -47,7 +50,8 @@ class RingDilatedAttention(RingCalls, nn.Module):
     ) -> None:
         nn.Module.__init__(self)
         # The one-device module holds pattern, dropout and their checks.
-        self.attention = DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **pool_arguments)
+        accept_pool_arguments(type(self).__name__, pool_arguments)
+        self.attention = DilatedAttention(segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout))
         self.segment_lengths = self.attention.segment_lengths
         self.dilation_rates = self.attention.dilation_rates
         self.dropout = self.attention.dropout
@@ -78,6 +82,9 @@ class RingDilatedAttention(RingCalls, nn.Module):
         return f"ring_size={self.ring_size}, use_checkpointing={self.use_checkpointing}, layout={self.layout!r}"
 
 
+_RING_ARGUMENTS = frozenset(inspect.signature(RingDilatedAttention).parameters)
+
+
 class RingMultiheadDilatedAttention(_Multihead):
     """MultiheadDilatedAttention whose attention runs over a ring: projections are this rank's rows alone. Takes the
     arguments of MultiheadDilatedAttention (dilation_rates first) and, by name, those of RingDilatedAttention."""
@@ -99,7 +106,8 @@ class RingMultiheadDilatedAttention(_Multihead):
     ) -> None:
         super().__init__(
             embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps,
-            gamma_init, {"device": device, "dtype": dtype}, {},
+            gamma_init, {"device": device, "dtype": dtype},
+            {name: ring_arguments.pop(name) for name in list(ring_arguments) if name not in _RING_ARGUMENTS},
         )  # fmt: skip
         self.attention = RingDilatedAttention(segment_lengths, dilation_rates, dropout, **ring_arguments)
 
@@ -187,6 +195,12 @@ def shard(
 ) -> Tensor:  # fmt: skip
     """This rank's rows of a whole tensor: a view, or a copy where layout="zigzag" gives two ranges."""
     rank, ring_size = _place(rank, ring_size, process_group)
+    if not isinstance(tensor, Tensor):
+        raise refused("tensor", tensor, "a torch tensor")
+    check_dense("tensor", tensor)
+    dim = integer("dim", dim)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InvalidArgument(f"dim is {dim}: tensor has {tensor.dim()} dimensions", "dim")
     ranges = layout_of(layout)(tensor.shape[dim], ring_size).ranges(rank) or [(0, 0)]
     parts = [tensor.narrow(dim, start, count) for start, count in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

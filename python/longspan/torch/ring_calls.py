@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .._errors import CommError, InvalidArgument, Unsupported, renamed
 from .._longspan import Attention, Pattern, Ring, RingHalo, Shards, local_ring
+from .._named import choice
 from .._patterns import compiled
-from .operator import _NAMES, raw_tensor
+from .operator import _NAMES, raw_tensor, with_contiguous_rows
 from .options import finite, integer, integers, key_mask
 from .process_group import agree, communicator_of, gather, group_or_default
 
@@ -343,7 +344,7 @@ class RingCalls:
                     "give a rank's own rows of all three",
                     name,
                 )
-        query, key, value = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (query, key, value))
+        query, key, value = map(with_contiguous_rows, (query, key, value))
         mask = None
         if attention_mask is not None:
             mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
@@ -428,6 +429,4 @@ def _in_order(gathered: Tensor, shards: Shards) -> Tensor:
 def layout_of(name: str) -> Callable[[int, int], Shards]:
     """What makes the shards of a layout; refuses names that are none."""
     makers = {"contiguous": Shards.even, "zigzag": Shards.zigzag}
-    if name not in makers:
-        raise InvalidArgument(f"layout is {name!r}: give 'contiguous' or 'zigzag'", "layout")
-    return makers[name]
+    return makers[choice("layout", name, list(makers))]

@@ -180,9 +180,8 @@ def refusal(owner: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
         if out_of_range is None and _is_whole(value) and not isinstance(value, bool):
             if not 0 <= operator.index(value) < 2**31:
                 out_of_range = refused(argument, value, "a number within range")
-    return out_of_range or TypeError(
-        f"{shown_name}(): no such combination of arguments: {', '.join(f'{k}={shown(v)}' for k, v in bound.arguments.items())}"
-    )
+    given = ", ".join(f"{argument}={shown(value)}" for argument, value in bound.arguments.items())
+    return out_of_range or TypeError(f"{shown_name}(): no such combination of arguments: {given}")
 
 
 def named(owner: str, name: str, function: Callable[..., Any], skipped: int) -> Callable[..., Any]:

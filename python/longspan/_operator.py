@@ -158,8 +158,8 @@ def rows_of(array: Any) -> Any:
 def check_arrays(heads_first: bool, **arrays: Any) -> None:
     """What calls look at before the library does."""
     for array in arrays.values():
-        shape = getattr(array, "shape", None)
-        if not isinstance(shape, tuple) or len(shape) != 4 or not hasattr(array, "dtype") or getattr(array, "is_meta", False):
+        shape, on_meta = getattr(array, "shape", None), getattr(array, "is_meta", False)
+        if not isinstance(shape, tuple) or len(shape) != 4 or not hasattr(array, "dtype") or on_meta:
             error = InvalidArgument("arrays have 4 dimensions")
             raise diagnosed(error, arrays, heads_first, required=tuple(arrays))
 
@@ -259,7 +259,8 @@ def attention_backward(
         from .torch import attention_backward as torch_attention_backward
 
         try:
-            return torch_attention_backward(q, k, v, out, lse, dout, pattern, dlse=dlse, layout=layout, **arguments)  # type: ignore
+            tensors: Any = (q, k, v, out, lse, dout)
+            return torch_attention_backward(*tensors, pattern, dlse=dlse, layout=layout, **arguments)  # type: ignore
         except InvalidArgument as error:
             raise _in_words_of(error, q="query", k="key", v="value", dout="grad_out") from None
     check_seed(arguments)

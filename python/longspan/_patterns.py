@@ -260,14 +260,23 @@ class ProblemArguments(TypedDict, total=False):
     alibi: bool
 
 
-def plan(pattern: Pattern | BlockPattern | str | None = None, *, options: Options | None = None, **problem: Unpack[ProblemArguments]) -> Plan:
+def plan(
+    pattern: Pattern | BlockPattern | str | None = None,
+    *,
+    options: Options | None = None,
+    **problem: Unpack[ProblemArguments],
+) -> Plan:
     """The plan of a pattern for a problem: tokens, heads, head_dim and optionally batch, kv_heads, query_rows, dtype
     ('f32', 'bf16', 'f16', 'f64'), device, lengths, key_mask, alibi (the last three: whether a call has them)."""
     return Attention(as_pattern(pattern), Options() if options is None else options).plan(**problem)  # type: ignore[misc]
 
 
 def kernels(
-    pattern: Pattern | BlockPattern | str | None = None, *, pass_: str = "forward", options: Options | None = None, **problem: Unpack[ProblemArguments]
+    pattern: Pattern | BlockPattern | str | None = None,
+    *,
+    pass_: str = "forward",
+    options: Options | None = None,
+    **problem: Unpack[ProblemArguments],
 ) -> list[tuple[str, bool, str]]:
     """(name, can it run the problem, why not) for every kernel of this build, fastest first. The default problem is
     dense attention over 1,024 tokens, 8 heads of 64, float32."""

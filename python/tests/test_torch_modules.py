@@ -36,6 +36,7 @@ def inputs(tokens, heads, kv_heads=None, head_dim=8, dtype=torch.float32):
     return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in (shape, kv_shape, kv_shape)]
 
 
+@pytest.mark.filterwarnings("ignore:.*Were the lists swapped")
 @pytest.mark.parametrize("cls", [lt.DilatedAttention, lt.ImprovedDilatedAttention])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", SHAPES)

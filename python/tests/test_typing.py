@@ -1,5 +1,6 @@
 """Type checkers accept the manual's Python as it stands, and know what calls return."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -25,32 +26,29 @@ from collections.abc import Sequence
 from numpy.typing import NDArray
 from typing_extensions import assert_type
 
-x: torch.Tensor
-a: NDArray[np.float32]
-blocks: longspan.BlockPattern
-pattern: longspan.Pattern
-assert_type(longspan.attention(x, x, x), torch.Tensor)
-assert_type(longspan.attention(a, a, a, blocks, causal=True), NDArray[np.float32])
-assert_type(longspan.attention(a, a, a, "bigbird", return_lse=True), tuple[NDArray[np.float32], NDArray[np.float32]])
-assert_type(longspan.torch.attention(x, x, x, blocks, scale=1.0, lengths=[3]), torch.Tensor)
-assert_type(longspan.torch.attention(x, x, x, pattern, return_lse=True), tuple[torch.Tensor, torch.Tensor])
-assert_type(longspan.torch.attention_backward(x, x, x, x, x, x), tuple[torch.Tensor, torch.Tensor, torch.Tensor])
-assert_type(longspan.attention_backward(a, a, a, a, a, a), tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]])
-assert_type(longspan.attention_received(x, x, pattern), torch.Tensor)
-assert_type(longspan.adaptive_mask(a, a, blocks), longspan.BlockMask)
-assert_type(longspan.dilated([1, 2], (1, 2)), longspan.Pattern)
-assert_type(longspan.bigbird() | longspan.strided(64), longspan.BlockPattern)
-assert_type(longspan.plan(blocks, tokens=64, heads=2, head_dim=8), longspan.Plan)
-assert_type(longspan.torchscale.installed(), list[type[torch.nn.Module]])
+def check(x: torch.Tensor, a: NDArray[np.float32], blocks: longspan.BlockPattern, pattern: longspan.Pattern) -> None:
+    assert_type(longspan.attention(x, x, x), torch.Tensor)
+    assert_type(longspan.attention(a, a, a, blocks, causal=True), NDArray[np.float32])
+    assert_type(longspan.attention(a, a, a, "bigbird", return_lse=True), tuple[NDArray[np.float32], NDArray[np.float32]])
+    assert_type(longspan.torch.attention(x, x, x, blocks, scale=1.0, lengths=[3]), torch.Tensor)
+    assert_type(longspan.torch.attention(x, x, x, pattern, return_lse=True), tuple[torch.Tensor, torch.Tensor])
+    assert_type(longspan.torch.attention_backward(x, x, x, x, x, x), tuple[torch.Tensor, torch.Tensor, torch.Tensor])
+    assert_type(longspan.attention_backward(a, a, a, a, a, a), tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]])
+    assert_type(longspan.attention_received(x, x, pattern), torch.Tensor)
+    assert_type(longspan.adaptive_mask(a, a, blocks), longspan.BlockMask)
+    assert_type(longspan.dilated([1, 2], (1, 2)), longspan.Pattern)
+    assert_type(longspan.bigbird() | longspan.strided(64), longspan.BlockPattern)
+    assert_type(longspan.plan(blocks, tokens=64, heads=2, head_dim=8), longspan.Plan)
+    assert_type(longspan.torchscale.installed(), list[type[torch.nn.Module]])
 """
 MISTAKES = """
 import longspan, longspan.torch, torch
-x: torch.Tensor
-longspan.attention(x, x, x, is_causal=True)
-longspan.torch.attention(x, x, x, causal="yes")
-longspan.torch.attention(x, x, x, 7)
-longspan.dilated("1", [2])
-longspan.plan(longspan.dense(), tokens="64", heads=1, head_dim=8)
+def check(x: torch.Tensor) -> None:
+    longspan.attention(x, x, x, is_causal=True)
+    longspan.torch.attention(x, x, x, causal="yes")
+    longspan.torch.attention(x, x, x, 7)
+    longspan.dilated("1", [2])
+    longspan.plan(longspan.dense(), tokens="64", heads=1, head_dim=8)
 """
 
 
@@ -74,13 +72,11 @@ def files(tmp_path_factory):
     return folder
 
 
-def checker(name):
-    path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-    for folder in sys.path if path is None else ():
-        candidate = Path(folder).parents[2] / "bin" / name if len(Path(folder).parents) > 2 else None
-        if candidate is not None and candidate.exists():
-            path = str(candidate)
-    return path or pytest.skip(f"{name} is not installed")
+def checker(name: str) -> str:
+    """The tool beside this interpreter or on PATH."""
+    beside = [str(Path(folder).parents[2] / "bin") for folder in sys.path if folder.endswith("site-packages")]
+    found = shutil.which(name, path=os.pathsep.join([*beside, os.environ.get("PATH", "")]))
+    return found or pytest.skip(f"{name} is not installed")
 
 
 def judge(result: subprocess.CompletedProcess, folder: Path, pattern: str) -> None:
@@ -98,7 +94,6 @@ def test_mypy_accepts_the_manual_and_knows_types(files):
     judge(result, files, r": error:")
 
 
-@pytest.mark.slow
 def test_pyright_accepts_the_manual_and_knows_types(files):
     command = [checker("pyright"), "--pythonpath", sys.executable]
     result = subprocess.run([*command, *map(str, files.glob("*.py"))], capture_output=True, text=True, cwd=files)

@@ -33,7 +33,8 @@ def _pairs_flops(backward: bool, query: Shape, key: Shape, values: Sequence[Any]
     ranges = settings.query_ranges
     if ranges is None:
         return int(total(tokens))
-    if settings.causal and "long=skip" not in settings.pattern:  # rows up to a position attend to what is before it, whatever follows
+    # Causal rows up to a position attend to what is before it, whatever follows.
+    if settings.causal and "long=skip" not in settings.pattern:
         try:
             return int(sum(total(first + count) - total(first) for first, count in zip(ranges[::2], ranges[1::2])))
         except InvalidArgument:  # a mask made for one length

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .._errors import InvalidArgument
-from .._named import refused
+from .._named import flag, refused
 from .cache import DilatedCache, JoinedCaches
 from .multihead import MultiheadDilatedAttention
-from .options import at_least, at_least_zero, check_dropout, inner_norm, integers
+from .options import at_least, at_least_zero, check_dropout, inner_norm, integers, made_from
 from .positions import Positions
 from .sampling import Sampler
 
@@ -37,46 +38,79 @@ def _activation(given: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     return function
 
 
+@dataclass
+class LayerArguments:
+    d_model: int
+    nhead: int
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    dim_feedforward: int = 2048
+    dropout: float = 0.1
+    activation: str | Callable[[Tensor], Tensor] = functional.relu
+    layer_norm_eps: float = 1e-5
+    gamma_init: float = 1.0
+    device: Any = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class ModelArguments:
+    """The defaults are the paper's base model."""
+
+    d_model: int = 768
+    nhead: int = 12
+    num_encoder_layers: int = 12
+    num_decoder_layers: int = 12
+    dim_feedforward: int = 3072
+    segment_lengths: Sequence[int] = SEGMENT_LENGTHS
+    dilation_rates: Sequence[int] = DILATION_RATES
+    dropout: float = 0.0
+    activation: str | Callable[[Tensor], Tensor] = "relu"
+    layer_norm_eps: float = 1e-5
+    device: Any = None
+    dtype: torch.dtype | None = None
+    gradient_checkpointing: bool = field(default=False, kw_only=True)
+
+
+@dataclass
+class _Vocabulary:
+    num_tokens: int
+
+
+@dataclass
+class LanguageModelArguments(ModelArguments, _Vocabulary):
+    positions: str = field(default="xpos", kw_only=True)
+
+
 class _Layer(nn.Module):
     """What both layers share: arguments, attention blocks and the feed-forward block, its norms numbered from `norm`."""
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dim_feedforward: int,
-        dropout: float,
-        activation: str | Callable[[Tensor], Tensor],
-        layer_norm_eps: float,
-        gamma_init: float,
-        placement: dict[str, Any],
-        inner_norms: dict[str, bool],
-    ) -> None:
+    def __init__(self, a: LayerArguments, inner_norms: dict[str, bool]) -> None:
         """inner_norms: the attention modules by name, and whether each has a norm before its output projection."""
         super().__init__()
-        self.d_model, heads = at_least("d_model", d_model, 1), at_least("nhead", nhead, 1)
+        self.d_model, heads = at_least("d_model", a.d_model, 1), at_least("nhead", a.nhead, 1)
         if self.d_model % heads:
             raise InvalidArgument(
-                f"d_model is {d_model}, nhead is {nhead}: d_model must be a multiple of nhead", "d_model"
+                f"d_model is {a.d_model}, nhead is {a.nhead}: d_model must be a multiple of nhead", "d_model"
             )
-        hidden = at_least("dim_feedforward", dim_feedforward, 1)
-        self.gamma_init = at_least_zero("gamma_init", gamma_init)
-        self.activation = _activation(activation)
-        self.dropout = nn.Dropout(check_dropout("dropout", dropout))
+        hidden = at_least("dim_feedforward", a.dim_feedforward, 1)
+        self.gamma_init = at_least_zero("gamma_init", a.gamma_init)
+        self.activation = _activation(a.activation)
+        self.dropout = nn.Dropout(check_dropout("dropout", a.dropout))
+        epsilon = at_least_zero("layer_norm_eps", a.layer_norm_eps)
+        placement: dict[str, Any] = {"device": a.device, "dtype": a.dtype}
 
         for number, (name, inner) in enumerate(inner_norms.items(), start=1):
-            setattr(self, f"norm{number}", nn.LayerNorm(self.d_model, layer_norm_eps, **placement))
+            setattr(self, f"norm{number}", nn.LayerNorm(self.d_model, epsilon, **placement))
             module = MultiheadDilatedAttention(
-                self.d_model, heads, dilation_rates, segment_lengths, dropout=dropout, layer_norm=inner,
-                layer_norm_eps=layer_norm_eps, gamma_init=self.gamma_init, **placement,
+                self.d_model, heads, a.dilation_rates, a.segment_lengths, dropout=a.dropout, layer_norm=inner,
+                layer_norm_eps=epsilon, gamma_init=self.gamma_init, **placement,
             )  # fmt: skip
             setattr(self, name, module)
         self._feed_forward_norms = f"norm{len(inner_norms) + 1}", f"norm{len(inner_norms) + 2}"
-        setattr(self, self._feed_forward_norms[0], nn.LayerNorm(self.d_model, layer_norm_eps, **placement))
+        setattr(self, self._feed_forward_norms[0], nn.LayerNorm(self.d_model, epsilon, **placement))
         self.linear1 = nn.Linear(self.d_model, hidden, **placement)
-        setattr(self, self._feed_forward_norms[1], nn.LayerNorm(hidden, layer_norm_eps, **placement))
+        setattr(self, self._feed_forward_norms[1], nn.LayerNorm(hidden, epsilon, **placement))
         self.linear2 = nn.Linear(hidden, self.d_model, **placement)
         for linear in (self.linear1, self.linear2):
             nn.init.xavier_normal_(linear.weight, gain=self.gamma_init)
@@ -106,24 +140,9 @@ class _Layer(nn.Module):
 class DilatedTransformerEncoderLayer(_Layer):
     """norm1, self_attn, then norm2, linear1, activation, norm3, linear2, each block added to its input."""
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = functional.relu,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps,
-            gamma_init, {"device": device, "dtype": dtype}, {"self_attn": True},
-        )  # fmt: skip
+    @made_from(LayerArguments)
+    def __init__(self, arguments: LayerArguments) -> None:
+        super().__init__(arguments, {"self_attn": True})
 
     def forward(self, src: Tensor, is_causal: bool = False, *, caches: Sequence[DilatedCache] = ()) -> Tensor:
         """src [batch, tokens, d_model] -> the same shape. caches: those of new_caches(), when decoding; the layer is causal
@@ -142,24 +161,9 @@ class DilatedTransformerDecoderLayer(_Layer):
     """norm1, self_attn (without inner norm), norm2, multihead_attn over memory, then norm3, linear1, activation, norm4,
     linear2, each block added to its input."""
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = functional.relu,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps,
-            gamma_init, {"device": device, "dtype": dtype}, {"self_attn": False, "multihead_attn": True},
-        )  # fmt: skip
+    @made_from(LayerArguments)
+    def __init__(self, arguments: LayerArguments) -> None:
+        super().__init__(arguments, {"self_attn": False, "multihead_attn": True})
 
     def forward(
         self,
@@ -202,40 +206,18 @@ class LongNet(nn.Module):
     """Encoder layers over x, then decoder layers over x that also attend to what the encoder made of it. The defaults are
     the paper's base model. gradient_checkpointing recomputes each layer in the backward pass instead of keeping it."""
 
-    def __init__(
-        self,
-        d_model: int = 768,
-        nhead: int = 12,
-        num_encoder_layers: int = 12,
-        num_decoder_layers: int = 12,
-        dim_feedforward: int = 3072,
-        segment_lengths: Sequence[int] = SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DILATION_RATES,
-        dropout: float = 0.0,
-        activation: str | Callable[[Tensor], Tensor] = "relu",
-        layer_norm_eps: float = 1e-5,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        gradient_checkpointing: bool = False,
-    ) -> None:
+    @made_from(ModelArguments)
+    def __init__(self, arguments: ModelArguments) -> None:
         super().__init__()
-        encoders = at_least("num_encoder_layers", num_encoder_layers, 1)
-        decoders = at_least("num_decoder_layers", num_decoder_layers, 1)
-        self.d_model = d_model
-        self.gradient_checkpointing = gradient_checkpointing
-        arguments = (
-            d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps,
-        )  # fmt: skip
-        placement = {"device": device, "dtype": dtype}
-        gain = math.sqrt(math.log(3 * decoders) * math.log(2 * encoders) / 3)
-        self.encoder = _Stack(
-            [DilatedTransformerEncoderLayer(*arguments, gamma_init=gain, **placement) for _ in range(encoders)]
-        )
-        gain = math.sqrt(math.log(3 * decoders))
-        self.decoder = _Stack(
-            [DilatedTransformerDecoderLayer(*arguments, gamma_init=gain, **placement) for _ in range(decoders)]
-        )
+        encoders = at_least("num_encoder_layers", arguments.num_encoder_layers, 1)
+        decoders = at_least("num_decoder_layers", arguments.num_decoder_layers, 1)
+        self.d_model = arguments.d_model
+        self.gradient_checkpointing = flag("gradient_checkpointing", arguments.gradient_checkpointing)
+        layer = {item.name: getattr(arguments, item.name, None) for item in fields(LayerArguments)}
+        layer["gamma_init"] = math.sqrt(math.log(3 * decoders) * math.log(2 * encoders) / 3)
+        self.encoder = _Stack([DilatedTransformerEncoderLayer(**layer) for _ in range(encoders)])
+        layer["gamma_init"] = math.sqrt(math.log(3 * decoders))
+        self.decoder = _Stack([DilatedTransformerDecoderLayer(**layer) for _ in range(decoders)])
 
     def forward(self, x: Tensor, is_causal: bool = True, *, cache: LongNetCache | None = None) -> Tensor:
         """x [batch, tokens, d_model] -> the same shape. With a cache x holds the next positions, causal in any case."""
@@ -330,35 +312,16 @@ class LongNetLM(nn.Module):
     (float32 beyond 72,500 tokens); 'rotary', the same without the part that does; or 'none'.
     """
 
-    def __init__(
-        self,
-        num_tokens: int,
-        d_model: int = 768,
-        nhead: int = 12,
-        num_encoder_layers: int = 12,
-        num_decoder_layers: int = 12,
-        dim_feedforward: int = 3072,
-        segment_lengths: Sequence[int] = SEGMENT_LENGTHS,
-        dilation_rates: Sequence[int] = DILATION_RATES,
-        dropout: float = 0.0,
-        activation: str | Callable[[Tensor], Tensor] = "relu",
-        layer_norm_eps: float = 1e-5,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        positions: str = "xpos",
-        gradient_checkpointing: bool = False,
-    ) -> None:
+    @made_from(LanguageModelArguments)
+    def __init__(self, arguments: LanguageModelArguments) -> None:
         super().__init__()
-        self.num_tokens = at_least("num_tokens", num_tokens, 1)
-        placement = {"device": device, "dtype": dtype}
-        width = at_least("d_model", d_model, 1)
+        self.num_tokens = at_least("num_tokens", arguments.num_tokens, 1)
+        placement: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype}
+        width = at_least("d_model", arguments.d_model, 1)
         self.token_embedding = nn.Embedding(self.num_tokens, width, **placement)
-        self.pos_embedding = Positions(width, positions, device=device)
-        self.long_net = LongNet(
-            d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, segment_lengths, dilation_rates,
-            dropout, activation, layer_norm_eps, **placement, gradient_checkpointing=gradient_checkpointing,
-        )  # fmt: skip
+        self.pos_embedding = Positions(width, arguments.positions, device=arguments.device)
+        self.long_net = LongNet(**{item.name: getattr(arguments, item.name) for item in fields(ModelArguments)})
+        layer_norm_eps = at_least_zero("layer_norm_eps", arguments.layer_norm_eps)
         self.norm = nn.LayerNorm(width, layer_norm_eps, **placement)
         self.out = nn.Linear(width, self.num_tokens, **placement)
         nn.init.kaiming_normal_(self.out.weight)

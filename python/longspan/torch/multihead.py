@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from .._errors import InvalidArgument
 from .._named import flag, refused
 from .dilated import DilatedAttention, ImprovedDilatedAttention
 from .options import (
-    accept_pool_arguments,
     at_least_zero,
     autocast_once,
     boolean_padding,
@@ -22,12 +22,40 @@ from .options import (
     inner_norm,
     integer,
     key_mask,
+    made_from,
     surely,
     warn_once,
 )
 from .projected import EAGER_DEVICES, FEWEST_ROWS, projected_attention
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+
+@dataclass
+class MultiheadArguments:
+    """What the multihead classes take, dilation_rates before segment_lengths."""
+
+    embed_dim: int
+    num_heads: int
+    dilation_rates: Sequence[int]
+    segment_lengths: Sequence[int]
+    dropout: float = 0.0
+    bias: bool = True
+    layer_norm: bool = True
+    layer_norm_eps: float = 1e-5
+    gamma_init: float = 1.0
+    device: Any = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class PlainArguments(MultiheadArguments):
+    op: Any = None
+
+
+@dataclass
+class ImprovedArguments(MultiheadArguments):
+    use_tf32: bool = True
 
 
 class _Multihead(nn.Module):
@@ -37,26 +65,12 @@ class _Multihead(nn.Module):
     #: Linear layers for query, key and value: one each, or one whose rows are all three in that order.
     _PROJECTIONS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dilation_rates: Sequence[int],
-        segment_lengths: Sequence[int],
-        dropout: float,
-        bias: bool,
-        layer_norm: bool,
-        layer_norm_eps: float,
-        gamma_init: float,
-        placement: dict[str, Any],
-        pool_arguments: dict[str, Any],
-    ) -> None:
+    def __init__(self, arguments: MultiheadArguments) -> None:
         super().__init__()
-        accept_pool_arguments(type(self).__name__, pool_arguments)
         #: Whether tensors are [batch, tokens, embed_dim]; False: [tokens, batch, embed_dim], as layers of torch that were made
         #: without batch_first pass them.
         self.batch_first = True
-        embed_dim, num_heads = integer("embed_dim", embed_dim), integer("num_heads", num_heads)
+        embed_dim, num_heads = integer("embed_dim", arguments.embed_dim), integer("num_heads", arguments.num_heads)
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
             raise InvalidArgument(
                 f"embed_dim is {embed_dim}, num_heads is {num_heads}: embed_dim must be a multiple of num_heads",
@@ -65,20 +79,21 @@ class _Multihead(nn.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
-        self.gamma_init = at_least_zero("gamma_init", gamma_init)
+        self.gamma_init = at_least_zero("gamma_init", arguments.gamma_init)
+        dropout = check_dropout("dropout", arguments.dropout)
         self.attention = DilatedAttention(
-            segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout)
-        )
+            arguments.segment_lengths, arguments.dilation_rates, attention_dropout=dropout
+        )  # fmt: skip
         groups = len(self.attention.segment_lengths)
         if num_heads < groups:
             raise InvalidArgument(
                 f"num_heads is {num_heads}, segment_lengths has {groups} entries: give at least one head for each",
                 "num_heads",
             )
-        bias = flag("bias", bias)
+        bias, placement = flag("bias", arguments.bias), {"device": arguments.device, "dtype": arguments.dtype}
         self._make_projections(bias, placement)
-        epsilon = at_least_zero("layer_norm_eps", layer_norm_eps)
-        self.norm = nn.LayerNorm(embed_dim, eps=epsilon, **placement) if flag("layer_norm", layer_norm) else None
+        epsilon, norm = at_least_zero("layer_norm_eps", arguments.layer_norm_eps), flag("layer_norm", arguments.layer_norm)
+        self.norm = nn.LayerNorm(embed_dim, eps=epsilon, **placement) if norm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **placement)
         self._reset_parameters()
 
@@ -146,8 +161,6 @@ class _Multihead(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def _check(self, name: str, tensor: Tensor, like: Tensor) -> None:
-        if not isinstance(tensor, Tensor):
-            raise refused(name, tensor, "a torch tensor")
         if tensor.dim() != 3 or tensor.shape[2] != self.embed_dim:
             raise InvalidArgument(
                 f"{name} has shape {list(tensor.shape)}: give [batch, tokens, embed_dim = {self.embed_dim}]", name
@@ -197,6 +210,11 @@ class _Multihead(nn.Module):
             warn_once("need_weights", f"{type(self).__name__}: need_weights has no effect, weights are never formed")
         key = query if key is None else key
         value = query if value is None else value
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor):
+                raise refused(name, tensor, "a torch tensor")
+        if is_causal is not True and is_causal is not False:
+            is_causal = flag("is_causal", is_causal)
         if query.is_nested:
             return self._forward_nested(query, key, value, is_causal), None
         if not self.batch_first:
@@ -208,7 +226,8 @@ class _Multihead(nn.Module):
             self._check(name, tensor, query)
         batch, tokens, _ = query.shape
 
-        if is_causal and attn_mask is not None and attn_mask.dim() in (2, 3) and attn_mask.shape[-2:] == (tokens, tokens):
+        square = isinstance(attn_mask, Tensor) and attn_mask.dim() in (2, 3) and attn_mask.shape[-2:] == (tokens, tokens)
+        if is_causal and square:
             attn_mask = None  # torch's layers say the same twice
         mask = key_mask("attn_mask", attn_mask, batch, tokens, two_dimensional=False)
         padding = key_mask("key_padding_mask", boolean_padding(key_padding_mask), batch, tokens)
@@ -250,26 +269,9 @@ class MultiheadDilatedAttention(_Multihead):
     gamma_init is the gain of value and output projection (MAGNETO). op is accepted for compatibility.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dilation_rates: Sequence[int],
-        segment_lengths: Sequence[int],
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        op: Any = None,
-        **pool_arguments: Any,
-    ) -> None:
-        super().__init__(
-            embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps,
-            gamma_init, {"device": device, "dtype": dtype}, pool_arguments,
-        )  # fmt: skip
+    @made_from(PlainArguments)
+    def __init__(self, arguments: PlainArguments) -> None:
+        super().__init__(arguments)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cast = autocast_once(query)
@@ -283,27 +285,10 @@ class ImprovedMultiheadDilatedAttention(_Multihead):
 
     _PROJECTIONS = ("qkv_proj",)
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dilation_rates: Sequence[int],
-        segment_lengths: Sequence[int],
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        use_tf32: bool = True,
-        **pool_arguments: Any,
-    ) -> None:
-        super().__init__(
-            embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps,
-            gamma_init, {"device": device, "dtype": dtype}, pool_arguments,
-        )  # fmt: skip
-        self.attention.allow_tf32 = flag("use_tf32", use_tf32)
+    @made_from(ImprovedArguments)
+    def __init__(self, arguments: ImprovedArguments) -> None:
+        super().__init__(arguments)
+        self.attention.allow_tf32 = flag("use_tf32", arguments.use_tf32)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if key is query and value is query:

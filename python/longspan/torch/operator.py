@@ -95,10 +95,10 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise InvalidArgument(f"{name} is a tensor of layout {tensor.layout}: give a dense one", name)
 
 
-def _check_data(name: str, tensor: Tensor) -> None:
+def _check_data(name: str, tensor: Tensor, query: Tensor) -> None:
     check_dense(name, tensor)
-    if tensor.is_meta:
-        raise InvalidArgument(f"{name} is on meta: give values", name)
+    if tensor.is_meta and not query.is_meta:
+        raise InvalidArgument(f"{name} is on meta, query is on {query.device}: move them to one device", name)
 
 
 def with_contiguous_rows(tensor: Tensor) -> Tensor:
@@ -398,10 +398,10 @@ def _text(pattern: Pattern | BlockPattern | str | None) -> str:
     return str(pattern if isinstance(pattern, (Pattern, BlockPattern)) else as_pattern(pattern))
 
 
-def _as_tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor | None:
+def _as_tensor(name: str, value: Any, dtype: torch.dtype, query: Tensor) -> Tensor | None:
     """Lists and tuples become tensors, but numbers of another kind are not rounded in silence."""
     if isinstance(value, Tensor):
-        _check_data(name, value)
+        _check_data(name, value, query)
         return value
     if value is None:
         return None
@@ -421,7 +421,7 @@ def call_seed(query: Tensor, seed: Any) -> Tensor:
     if seed is None:
         return torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device=query.device)
     if isinstance(seed, Tensor):
-        _check_data("seed", seed)
+        _check_data("seed", seed, query)
         return seed
     seed = whole_seed(seed)  # the host hands it over by value
     return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
@@ -446,10 +446,12 @@ def call_data(
 ) -> tuple:
     """The data of a call as the schema has it."""
     return (
-        call_seed(query, seed) if dropout else None, _as_tensor("lengths", lengths, torch.int64),
-        _as_tensor("key_mask", key_mask, torch.bool), _as_tensor("alibi_slopes", alibi_slopes, torch.float32),
+        call_seed(query, seed) if dropout else None,
+        _as_tensor("lengths", lengths, torch.int64, query),
+        _as_tensor("key_mask", key_mask, torch.bool, query),
+        _as_tensor("alibi_slopes", alibi_slopes, torch.float32, query),
         _flat(query_ranges),
-    )  # fmt: skip
+    )
 
 
 _CALL_NAMES = DATA_SET | {"dropout"}
@@ -470,12 +472,11 @@ def _separated(query: Tensor, arguments: Any) -> tuple[dict[str, Any], tuple]:
 def _settings(function: str, query: Tensor, pattern: Any, arguments: Any) -> Settings:
     refuse_names(function, arguments)
     options, data = _separated(query, arguments)
-    text = _text(pattern)
     if not torch.compiler.is_compiling():
-        compiled(text, **options)  # refuses options by name, which a schema does in torch's words
+        return Settings.of(compiled(pattern, **options), data)  # refused by name, where a schema has words of torch's
     if options.get("kernel", "") is None:
         options = {**options, "kernel": ""}
-    return Settings(text, **options, **dict(zip(DATA_NAMES, data)))
+    return Settings(_text(pattern), **options, **dict(zip(DATA_NAMES, data)))
 
 
 def check_tensors(**tensors: Any) -> None:
@@ -491,7 +492,9 @@ def check_tensors(**tensors: Any) -> None:
             raise InvalidArgument(f"{name} is on {tensor.device}, {first} is on {place}: move them to one device", name)
 
 
-def explained(error: Exception, arguments: Any, function: str = "attention", layout: str = "bnhd", **tensors: Any) -> Exception:
+def explained(
+    error: Exception, arguments: Any, function: str = "attention", layout: str = "bnhd", **tensors: Any
+) -> Exception:
     """The error in the caller's words: his arguments, his shapes."""
     if isinstance(error, TypeError):
         refuse_names(function, arguments)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,9 @@ from .._errors import InvalidArgument, warn_once
 from .._longspan import Pattern
 from .._named import refused, shown
 from .._patterns import noticed
+
+P = ParamSpec("P")
+Arguments = TypeVar("Arguments")
 
 # Keyword arguments of the older classes that only sized or switched their own memory pools and caches.
 _POOL_ARGUMENTS = frozenset(
@@ -41,6 +46,33 @@ def accept_pool_arguments(class_name: str, arguments: dict) -> None:
             f"{class_name}: {', '.join(sorted(arguments))} tuned the memory pools of an older implementation and have "
             "no effect here",
         )
+
+
+def made_from(
+    arguments: Callable[P, Arguments],
+) -> Callable[[Callable[[Any, Arguments], None]], Callable[Concatenate[Any, P], None]]:
+    """Gives an __init__ that takes a dataclass the parameters of that dataclass, as they are written there, and the
+    keywords with which older classes tuned their memory pools."""
+    known = inspect.signature(arguments)
+
+    def decorate(initialise: Callable[[Any, Arguments], None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(initialise)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            pools = {name: kwargs.pop(name) for name in list(kwargs) if name not in known.parameters}
+            accept_pool_arguments(type(self).__name__, pools)
+            try:
+                known.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}(): {error}") from None
+            initialise(self, arguments(*args, **kwargs))
+
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        __init__.__signature__ = known.replace(  # type: ignore[attr-defined]
+            parameters=[itself, *known.parameters.values()], return_annotation=None
+        )
+        return __init__
+
+    return decorate
 
 
 def _whole(value: object) -> int | None:
@@ -163,10 +195,11 @@ def check_dropout(name: str, value: float) -> float:
 
 def boolean_padding(mask: Tensor | None) -> Tensor | None:
     """A key_padding_mask as booleans, also where torch's transformer layers have made numbers of it: -inf is padding."""
-    if mask is None or not mask.is_floating_point():
-        return mask
+    if not isinstance(mask, Tensor) or mask.layout is not torch.strided or not mask.is_floating_point():
+        return mask  # type: ignore[return-value]
     padding = mask == -math.inf
-    unknown_values = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    unknown_values = torch.compiler.is_compiling() or mask.is_meta or captured
     if not unknown_values and not bool((padding | (mask == 0)).all()):
         raise InvalidArgument(
             "key_padding_mask has numbers other than 0 and -inf: nothing is added to scores; give booleans, true where a key "
@@ -180,8 +213,8 @@ def key_mask(name: str, mask: Tensor | None, batch: int, tokens: int, *, two_dim
     """A mask [batch, tokens] or [batch, 1, 1, tokens] as booleans [batch, tokens]; the caller knows its sense."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
-        raise refused(name, mask, "a torch tensor of booleans")
+    if not isinstance(mask, Tensor) or mask.layout is not torch.strided:
+        raise refused(name, mask, "a dense torch tensor of booleans")
     shape = tuple(mask.shape)
     allowed = [(batch, 1, 1, tokens)] + ([(batch, tokens)] if two_dimensional else [])
     if shape not in allowed:

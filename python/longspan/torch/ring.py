@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._errors import InvalidArgument
 from .._named import refused
 from .dilated import DilatedAttention
-from .multihead import _Multihead
+from .multihead import MultiheadArguments, _Multihead
 from .operator import check_dense
 from .options import accept_pool_arguments, check_dropout, integer, warn_once
 from .process_group import agree, communicator_of, gather, group_or_default
@@ -51,7 +51,9 @@ class RingDilatedAttention(RingCalls, nn.Module):
         nn.Module.__init__(self)
         # The one-device module holds pattern, dropout and their checks.
         accept_pool_arguments(type(self).__name__, pool_arguments)
-        self.attention = DilatedAttention(segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout))
+        self.attention = DilatedAttention(
+            segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout)
+        )
         self.segment_lengths = self.attention.segment_lengths
         self.dilation_rates = self.attention.dilation_rates
         self.dropout = self.attention.dropout
@@ -104,11 +106,13 @@ class RingMultiheadDilatedAttention(_Multihead):
         dtype: torch.dtype | None = None,
         **ring_arguments: Any,
     ) -> None:
-        super().__init__(
+        pools = {name: ring_arguments.pop(name) for name in list(ring_arguments) if name not in _RING_ARGUMENTS}
+        accept_pool_arguments(type(self).__name__, pools)
+        arguments = MultiheadArguments(
             embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps,
-            gamma_init, {"device": device, "dtype": dtype},
-            {name: ring_arguments.pop(name) for name in list(ring_arguments) if name not in _RING_ARGUMENTS},
+            gamma_init, device, dtype,
         )  # fmt: skip
+        super().__init__(arguments)
         self.attention = RingDilatedAttention(segment_lengths, dilation_rates, dropout, **ring_arguments)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._arguments import Arguments
 from .._named import flag
 from .operator import attention
 from .options import (
@@ -60,21 +61,13 @@ class DilatedAttention(nn.Module):
     ) -> Tensor:
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. attention_mask [b, n] or
         [b, 1, 1, n]: true where a key may be attended."""
-        require_tensors(query=query, key=key, value=value)
-        mask = None
+        options: Arguments = {"causal": is_causal, "scale": self.softmax_scale, "allow_tf32": self.allow_tf32}
         if attention_mask is not None:
-            mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
-        return attention(
-            query,
-            key,
-            value,
-            self.pattern,
-            causal=is_causal,
-            scale=self.softmax_scale,
-            dropout=self.dropout if self.training else 0.0,
-            key_mask=mask,
-            allow_tf32=self.allow_tf32,
-        )
+            require_tensors(query=query, key=key, value=value)
+            options["key_mask"] = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
+        if self.dropout and self.training:
+            options["dropout"] = self.dropout
+        return attention(query, key, value, self.pattern, **options)
 
     def extra_repr(self) -> str:
         return f"segment_lengths={self.segment_lengths}, dilation_rates={self.dilation_rates}, dropout={self.dropout}"

@@ -90,8 +90,11 @@ def _raw_or_none(name: str, tensor: Tensor | None) -> tuple | None:
     return None if tensor is None else raw_tensor(name, tensor)
 
 
+_STRIDED = torch.strided
+
+
 def check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not _STRIDED:
         raise InvalidArgument(f"{name} is a tensor of layout {tensor.layout}: give a dense one", name)
 
 
@@ -454,19 +457,20 @@ def call_data(
     )
 
 
+_BNHD = "bnhd"
 _CALL_NAMES = DATA_SET | {"dropout"}
 
 
 def _separated(query: Tensor, arguments: Any) -> tuple[dict[str, Any], tuple]:
     """What is fixed for an operator, and the data of a call."""
-    options = {name: value for name, value in arguments.items() if name not in DATA_NAMES}
+    options = dict(arguments)
+    seed, lengths, key_mask, alibi_slopes, query_ranges = [options.pop(name, None) for name in DATA_NAMES]
     dropout = options.get("dropout", 0.0)
     if not (isinstance(dropout, (int, float)) or is_number(dropout)):
         raise refused("dropout", dropout, "a number")
-    data = {name: arguments[name] for name in DATA_NAMES if name in arguments}
-    if not dropout and all(value is None for name, value in data.items() if name != "seed"):
+    if not dropout and lengths is None and key_mask is None and alibi_slopes is None and query_ranges is None:
         return options, NO_DATA
-    return options, call_data(query, dropout, **data)
+    return options, call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
 
 
 def _settings(function: str, query: Tensor, pattern: Any, arguments: Any) -> Settings:
@@ -503,7 +507,6 @@ def explained(
 
 def _heads_first(layout: Any, function: Any, tensors: dict[str, Any], *rest: Any, **arguments: Any) -> Any:
     """The function on views with rows before heads."""
-    choice("layout", layout, ("bnhd", "bhnd"))
     if any(not isinstance(x, Tensor) or x.dim() != 4 for x in tensors.values()):
         raise explained(InvalidArgument("tensors have 4 dimensions"), {}, layout=layout, **tensors)
     views = {name: x.transpose(1, 2) if name != "lse" else x for name, x in tensors.items()}
@@ -526,10 +529,10 @@ def attention(
     return_lse: Literal[True], layout: str = ..., **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor]: ...
 @listed
-def attention(query, key, value, pattern=None, *, return_lse=False, layout="bnhd", **arguments):
+def attention(query, key, value, pattern=None, *, return_lse=False, layout=_BNHD, **arguments):
     """longspan.attention for torch tensors, with gradients; see there for the arguments. Without a seed, dropout draws
     one from torch's generator, so that torch.manual_seed governs it."""
-    if type(layout) is not str or layout != "bnhd":
+    if layout is not _BNHD and choice("layout", layout, ("bnhd", "bhnd")) != "bnhd":
         tensors = {"query": query, "key": key, "value": value}
         result = _heads_first(layout, attention, tensors, pattern, return_lse=return_lse, **arguments)
         return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
@@ -564,11 +567,11 @@ def attention_backward(
     pattern: Pattern | BlockPattern | str | None = None,
     *,
     dlse: Tensor | None = None,
-    layout: str = "bnhd",
+    layout: str = _BNHD,
     **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention for query, key and value without autograd; for those who keep out and lse themselves."""
-    if type(layout) is not str or layout != "bnhd":
+    if layout is not _BNHD and choice("layout", layout, ("bnhd", "bhnd")) != "bnhd":
         tensors = {"query": query, "key": key, "value": value, "out": out, "lse": lse, "grad_out": grad_out}
         grads = _heads_first(layout, attention_backward, tensors, pattern, dlse=dlse, **arguments)
         return tuple(x.transpose(1, 2) for x in grads)  # type: ignore[return-value]

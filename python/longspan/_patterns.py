@@ -208,20 +208,17 @@ def whole_seed(seed: Any) -> int:
 
 def compiled(pattern: Pattern | BlockPattern | str | None, *options: Any, **named: Any) -> Attention:
     """The Attention for these options; made once for each combination."""
-    # Looked at first, since what is no pattern may not even be hashable.
-    if not isinstance(pattern, (str, Pattern)):
-        pattern = as_pattern(pattern)
     try:
-        return _compiled(pattern, *options, **named)
+        return cached(pattern, *options, **named)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        return _compiled.__wrapped__(pattern, *options, **named)  # which says what is wrong with it
+        return cached.__wrapped__(pattern, *options, **named)  # which says what is wrong with it
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(
-    pattern: Pattern | str,
+def cached(
+    pattern: Pattern | BlockPattern | str | None,
     causal: bool = False,
     scale: float | None = None,
     output_scale: float | None = None,

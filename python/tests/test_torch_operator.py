@@ -1,5 +1,6 @@
 """The registered operator: gradients, compile, export, autocast, checkpoints, dropout, errors."""
 
+import inspect
 import io
 import pickle
 
@@ -61,6 +62,23 @@ def calls(request, monkeypatch):
 
 def test_compiled_calls_are_taken_where_torch_has_the_exchange_api():
     assert hasattr(torch.Tensor, "__dlpack_c_exchange_api__") == isinstance(lt.operator._calls, _longspan.TorchCalls)
+
+
+def test_schema_stays_what_saved_graphs_were_made_with():
+    settings_text = (
+        "str pattern, bool causal, float? scale, float? output_scale, float dropout, Tensor? seed, Tensor? lengths, "
+        "Tensor? key_mask, Tensor? alibi_slopes, SymInt[]? query_ranges, bool deterministic, bool detached_mix, "
+        "bool allow_tf32, str kernel"
+    )
+    for operator in ("attention", "attention_backward", "stacked_attention", "stacked_attention_backward"):
+        assert settings_text in str(getattr(torch.ops.longspan, operator).default._schema)
+
+
+def test_signatures_show_every_argument():
+    for function in (longspan.attention, lt.attention, longspan.attention_backward, lt.attention_backward):
+        parameters = inspect.signature(function).parameters
+        assert {"pattern", "causal", "scale", "key_mask", "query_ranges", "kernel", "layout"} <= set(parameters)
+        assert parameters["dropout"].default == 0.0 and parameters["causal"].default is False
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -61,7 +61,11 @@ class DilatedAttention(nn.Module):
     ) -> Tensor:
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. attention_mask [b, n] or
         [b, 1, 1, n]: true where a key may be attended."""
-        options: Arguments = {"causal": is_causal, "scale": self.softmax_scale, "allow_tf32": self.allow_tf32}
+        options: Arguments = {"causal": is_causal}  # what is not asked for costs the host nothing
+        if self.softmax_scale is not None:
+            options["scale"] = self.softmax_scale
+        if self.allow_tf32:
+            options["allow_tf32"] = True
         if attention_mask is not None:
             require_tensors(query=query, key=key, value=value)
             options["key_mask"] = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])

@@ -25,6 +25,7 @@ from .._arguments import (
     DATA_NAMES,
     DATA_SET,
     NO_DATA,
+    OPTION_NAMES,
     SCHEMA,
     Arguments,
     Settings,
@@ -36,7 +37,7 @@ from .._diagnosis import diagnosed
 from .._errors import InvalidArgument, Unsupported
 from .._longspan import Attention, BlockPattern, Pattern, TorchCalls
 from .._named import choice, flag, is_number, refused
-from .._patterns import as_pattern, compiled, whole_seed
+from .._patterns import as_pattern, cached, compiled, whole_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -401,13 +402,12 @@ def _text(pattern: Pattern | BlockPattern | str | None) -> str:
     return str(pattern if isinstance(pattern, (Pattern, BlockPattern)) else as_pattern(pattern))
 
 
-def _as_tensor(name: str, value: Any, dtype: torch.dtype, query: Tensor) -> Tensor | None:
+def _as_tensor(name: str, value: Any, dtype: torch.dtype, query: Tensor) -> Tensor:
     """Lists and tuples become tensors, but numbers of another kind are not rounded in silence."""
     if isinstance(value, Tensor):
-        _check_data(name, value, query)
+        if value.layout is not _STRIDED or value.is_meta:
+            _check_data(name, value, query)
         return value
-    if value is None:
-        return None
     if not isinstance(value, (list, tuple)):
         raise InvalidArgument(f"{name} is {type(value).__name__}: give a torch tensor or a list", name)
     try:
@@ -430,9 +430,7 @@ def call_seed(query: Tensor, seed: Any) -> Tensor:
     return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
 
 
-def _flat(query_ranges: Any) -> list[int] | None:
-    if query_ranges is None:
-        return None
+def _flat(query_ranges: Any) -> list[int]:
     try:
         flat = [number for start, count in query_ranges for number in (start, count)]
     except (TypeError, ValueError):
@@ -450,10 +448,10 @@ def call_data(
     """The data of a call as the schema has it."""
     return (
         call_seed(query, seed) if dropout else None,
-        _as_tensor("lengths", lengths, torch.int64, query),
-        _as_tensor("key_mask", key_mask, torch.bool, query),
-        _as_tensor("alibi_slopes", alibi_slopes, torch.float32, query),
-        _flat(query_ranges),
+        None if lengths is None else _as_tensor("lengths", lengths, torch.int64, query),
+        None if key_mask is None else _as_tensor("key_mask", key_mask, torch.bool, query),
+        None if alibi_slopes is None else _as_tensor("alibi_slopes", alibi_slopes, torch.float32, query),
+        None if query_ranges is None else _flat(query_ranges),
     )
 
 
@@ -464,9 +462,11 @@ _CALL_NAMES = DATA_SET | {"dropout"}
 def _separated(query: Tensor, arguments: Any) -> tuple[dict[str, Any], tuple]:
     """What is fixed for an operator, and the data of a call."""
     options = dict(arguments)
-    seed, lengths, key_mask, alibi_slopes, query_ranges = [options.pop(name, None) for name in DATA_NAMES]
+    take = options.pop
+    seed, lengths, key_mask = take("seed", None), take("lengths", None), take("key_mask", None)
+    alibi_slopes, query_ranges = take("alibi_slopes", None), take("query_ranges", None)
     dropout = options.get("dropout", 0.0)
-    if not (isinstance(dropout, (int, float)) or is_number(dropout)):
+    if dropout.__class__ is not float and not is_number(dropout):
         raise refused("dropout", dropout, "a number")
     if not dropout and lengths is None and key_mask is None and alibi_slopes is None and query_ranges is None:
         return options, NO_DATA
@@ -501,7 +501,13 @@ def explained(
 ) -> Exception:
     """The error in the caller's words: his arguments, his shapes."""
     if isinstance(error, TypeError):
-        refuse_names(function, arguments)
+        refuse_names(function, arguments, ("pattern",))
+        if "unhashable" in str(error):
+            try:
+                options = {name: arguments[name] for name in OPTION_NAMES if name in arguments}
+                compiled(arguments.get("pattern"), **options)
+            except InvalidArgument as named:
+                return named
     return diagnosed(error, {**tensors, **arguments}, layout == "bhnd")
 
 
@@ -545,14 +551,14 @@ def attention(query, key, value, pattern=None, *, return_lse=False, layout=_BNHD
         return result if return_lse else result[0]
     try:
         options, data = arguments, NO_DATA
-        if not arguments.keys().isdisjoint(_CALL_NAMES):
+        if not _CALL_NAMES.isdisjoint(arguments):
             options, data = _separated(query, arguments)
-        operator = compiled(pattern, **options)
+        operator = cached(pattern, **options)
         if route == _RECORDING:
             return _record(query, key, value, operator, data, return_lse)
         out, lse = _calls.forward(operator, query, key, value, return_lse, *_arguments(query, data))
     except (InvalidArgument, TypeError) as error:
-        raise explained(error, arguments, query=query, key=key, value=value) from None
+        raise explained(error, {**arguments, "pattern": pattern}, query=query, key=key, value=value) from None
     return (out, lse) if return_lse else out
 
 

@@ -58,11 +58,13 @@ class LONGSPAN_API BlockMask {
   BlockList visible_column(std::int64_t head, std::int64_t block_column, std::int64_t rows, bool causal) const;
   /// Number of active blocks over all heads of the mask.
   std::int64_t active_blocks() const;
-  /// The same without making lists: at once for any length.
+  /// The same in closed form, for any length. Lists are made only for custom masks, for random blocks that are few
+  /// enough to be drawn at once, and for strides with very many common multiples.
   BlockCount count_blocks() const;
   /// Fraction of blocks kept: count_blocks() over all.
   double density() const;
-  /// Pairs of a strand of `rows` rows, which may be fewer than the mask's. Does not make lists.
+  /// Pairs of a strand of `rows` rows, which may be fewer than the mask's; in closed form where
+  /// count_blocks() is.
   BlockCount count_pairs(std::int64_t head, std::int64_t rows, bool causal) const;
   /// Whether count_pairs() is the same for all heads.
   bool heads_count_alike() const;

@@ -56,16 +56,27 @@ struct Case {
     Options chosen = options;
     if (!kernel.empty()) chosen.kernel = kernel;
     const Attention attention(pattern, chosen);
+    // The kernel that is asked for is the kernel that runs.
+    CallReport ran;
+    Call reported = call();
+    reported.report = &ran;
+    const auto expect_kernel = [&] {
+      if (!kernel.empty() && !ran.kernel.empty()) {
+        EXPECT_EQ(ran.kernel, kernel);
+      }
+    };
     Results r;
     r.out = Tensor(dtype, shape.batch, rows, shape.heads, shape.head_dim, layout);
     r.lse = Tensor::lse(dtype, shape.batch, rows, shape.heads);
-    attention.forward(q.view(), k.view(), v.view(), r.out.view(), r.lse.view(), call());
+    attention.forward(q.view(), k.view(), v.view(), r.out.view(), r.lse.view(), reported);
+    expect_kernel();
     if (!gradients) return r;
     r.dq = Tensor(dtype, shape.batch, rows, shape.heads, shape.head_dim, layout);
     r.dk = Tensor(dtype, shape.batch, shape.tokens, shape.kv_heads, shape.head_dim, layout);
     r.dv = Tensor(dtype, shape.batch, shape.tokens, shape.kv_heads, shape.head_dim, layout);
     attention.backward(q.view(), k.view(), v.view(), std::as_const(r.out).view(), std::as_const(r.lse).view(),
-                       dout.view(), r.dq.view(), r.dk.view(), r.dv.view(), call());
+                       dout.view(), r.dq.view(), r.dk.view(), r.dv.view(), reported);
+    expect_kernel();
     return r;
   }
 

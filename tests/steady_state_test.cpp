@@ -2,28 +2,37 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <tuple>
 
 #include "longspan/error.h"
+#include "memory/arena.h"
 #include "support/case.h"
 
 namespace {
 std::atomic<long> allocations{0};
+std::atomic<long> allocations_left{-1};  // then one fails; negative: none does
+
+/// Counts an allocation. Whether it may succeed.
+bool allowed() {
+  allocations.fetch_add(1, std::memory_order_relaxed);
+  return allocations_left.load(std::memory_order_relaxed) < 0 || allocations_left.fetch_sub(1) != 0;
 }
+}  // namespace
 
 // Counts every allocation of the process, the library's own included.
 __attribute__((noinline)) void* operator new(std::size_t size) {
-  allocations.fetch_add(1, std::memory_order_relaxed);
-  if (void* memory = std::malloc(size ? size : 1)) return memory;
+  if (allowed()) {
+    if (void* memory = std::malloc(size ? size : 1)) return memory;
+  }
   throw std::bad_alloc();
 }
 // Replaced too, or a sanitizer's own would meet the free() below.
 __attribute__((noinline)) void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  allocations.fetch_add(1, std::memory_order_relaxed);
-  return std::malloc(size ? size : 1);
+  return allowed() ? std::malloc(size ? size : 1) : nullptr;
 }
 __attribute__((noinline)) void* operator new(std::size_t size, std::align_val_t alignment) {
-  allocations.fetch_add(1, std::memory_order_relaxed);
   const std::size_t step = static_cast<std::size_t>(alignment);
+  if (!allowed()) throw std::bad_alloc();
   if (void* memory = std::aligned_alloc(step, (size + step - 1) / step * step)) return memory;
   throw std::bad_alloc();
 }
@@ -147,6 +156,64 @@ TEST(Workspace, TheCallersAllocatorIsAskedOnceForAsMuchAsThePlanSays) {
     answer = aligned + 8;
     EXPECT_THROW(forward(), InvalidArgument);
   }
+}
+
+/// Whichever allocation of a first call fails, in whichever thread: the call throws or does without, and the next one
+/// is right.
+TEST(OutOfMemory, AnyAllocationOfACallMayFail) {
+  for (const Pattern& pattern :
+       {Pattern::longnet({32, 128}, {1, 3}), Pattern::block_sparse(BlockPattern::adaptive(0.5, 16))}) {
+    const Case c(pattern, {}, {1, 128, 4, 4, 32});
+    const Tensor expected = c.run().out;
+    Tensor out = expected;
+    bool done = false;
+    long failed = 0;
+    for (long left = 0; !done; ++left) {
+      plan_cache::clear();
+      host_memory::trim();
+      set_num_threads(2 + static_cast<int>(left % 3));  // new workers may be wanted, too
+      out.poison();
+      const Attention attention(pattern);
+      allocations_left.store(left);
+      try {
+        attention.forward(c.q.view(), c.k.view(), c.v.view(), out.view());
+        done = allocations_left.load() >= 0;
+      } catch (const std::bad_alloc&) {
+        ++failed;
+      }
+      allocations_left.store(-1);
+      if (done) {
+        EXPECT_EQ(out, expected);
+      }
+      ASSERT_LT(left, 10000);
+    }
+    EXPECT_GT(failed, 5);
+    EXPECT_EQ(c.run().out, expected);
+  }
+  set_num_threads(0);
+}
+
+TEST(Arena, HandsOutWhatItCounts) {
+  alignas(64) std::byte memory[1024];
+  const auto lay_out = [](Arena arena) {
+    const float* const a = arena.take<float>(3);
+    const double* const b = arena.take<double>(5);
+    const std::size_t c = arena.place(1);
+    return std::tuple(a, b, c, arena.used());
+  };
+  const auto [no_a, no_b, counted_c, counted] = lay_out(Arena());
+  EXPECT_EQ(no_a, nullptr);
+  EXPECT_EQ(no_b, nullptr);
+  const auto [a, b, c, used] = lay_out(Arena(memory));
+  EXPECT_EQ(static_cast<const void*>(a), memory);
+  EXPECT_EQ(static_cast<const void*>(b), memory + 64);
+  EXPECT_EQ(c, 128u);
+  EXPECT_EQ(std::pair(c, used), std::pair(counted_c, counted));
+  EXPECT_EQ(used, 192u);
+  // Room to overhang: a part that just fits a line takes another.
+  Arena spare(memory, 64, 64);
+  spare.take<float>(16);
+  EXPECT_EQ(spare.place(0), 128u);
 }
 
 TEST(Workspace, LimitGivesOutOfMemoryAndLeavesTheLibraryUsable) {

@@ -15,6 +15,7 @@
 #include "longspan/threads.h"
 #include "plan/check_problem.h"
 #include "plan/plan_cache.h"
+#include "plan/query_rows.h"
 #include "util/hash.h"
 
 namespace longspan {
@@ -53,6 +54,17 @@ class Workspace {
 
 bool must_have_all_keys(const Problem& problem, KeysGiven given) {
   return problem.has_pieces && (given == KeysGiven::all || problem.device.type == DeviceType::cpu);
+}
+
+/// Lends workspace to the first kernel that takes the call, and runs it.
+template <class Arguments>
+void run_kernel(const KernelChoice& choice, Pass pass, void (*Kernel::* run)(const Arguments&), Arguments arguments) {
+  const Kernel& kernel = choice.taking(pass, arguments);
+  const Call& call = arguments.call;
+  const Workspace workspace(call, arguments.q.device, kernel.workspace_bytes(arguments.plan, pass, arguments.threads));
+  arguments.workspace = workspace.data();
+  (kernel.*run)(arguments);
+  if (call.report) call.report->kernel = kernel.name;
 }
 
 /// Zeroes every element of a strided tensor.
@@ -105,7 +117,7 @@ void run_forward(const Attention& attention, const ConstTensorView& q, const Con
   if (call.report) *call.report = {};
   const auto plan = attention.plan(problem);
   const RowRange whole{0, problem.tokens};
-  const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
+  const auto ranges = ranges_of(call, whole);
   CallPlan own(*plan, call);
   if (must_have_all_keys(problem, given)) check_pieces(*own, k, v, call, ranges);
   const auto choice = KernelChoice::of(*plan);
@@ -113,12 +125,8 @@ void run_forward(const Attention& attention, const ConstTensorView& q, const Con
   if (problem.batch == 0 || problem.query_rows == 0) return;
   const int threads = num_threads();
   own.choose(q, k, call, ranges, threads);
-  ForwardArguments arguments{*own, call, ranges, q, k, v, out, lse, threads};
-  const Kernel& kernel = choice->taking(Pass::forward, arguments);
-  const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::forward, threads));
-  arguments.workspace = workspace.data();
-  kernel.forward(arguments);
-  if (call.report) call.report->kernel = kernel.name;
+  run_kernel(*choice, Pass::forward, &Kernel::forward,
+             ForwardArguments{*own, call, ranges, q, k, v, out, lse, threads});
 }
 
 void run_backward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
@@ -129,7 +137,7 @@ void run_backward(const Attention& attention, const ConstTensorView& q, const Co
   if (call.report) *call.report = {};
   const auto plan = attention.plan(problem);
   const RowRange whole{0, problem.tokens};
-  const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
+  const auto ranges = ranges_of(call, whole);
   CallPlan own(*plan, call);
   if (must_have_all_keys(problem, given)) check_pieces(*own, k, v, call, ranges);
   const auto choice = KernelChoice::of(*plan);
@@ -143,12 +151,8 @@ void run_backward(const Attention& attention, const ConstTensorView& q, const Co
   }
   const int threads = num_threads();
   own.choose(q, k, call, ranges, threads);
-  BackwardArguments arguments{*own, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads};
-  const Kernel& kernel = choice->taking(Pass::backward, arguments);
-  const Workspace workspace(call, problem.device, kernel.workspace_bytes(*own, Pass::backward, threads));
-  arguments.workspace = workspace.data();
-  kernel.backward(arguments);
-  if (call.report) call.report->kernel = kernel.name;
+  run_kernel(*choice, Pass::backward, &Kernel::backward,
+             BackwardArguments{*own, call, ranges, q, k, v, out, lse, dout, dq, dk, dv, threads});
 }
 
 void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,

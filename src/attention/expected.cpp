@@ -4,6 +4,7 @@
 #include "attention/call_masks.h"
 #include "kernels/reference/expectation.h"
 #include "longspan/threads.h"
+#include "plan/query_rows.h"
 
 namespace longspan::reference {
 
@@ -11,7 +12,7 @@ Expectation expected(const Attention& attention, const ConstTensorView& q, const
                      const ConstTensorView& v, const ConstTensorView& dout, const Call& call, bool gradients) {
   const auto plan = attention.plan(Attention::problem(q, k, call));
   const RowRange whole{0, k.rows()};
-  const auto ranges = call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
+  const auto ranges = ranges_of(call, whole);
   CallPlan own(*plan, call);
   own.choose(q, k, call, ranges, num_threads());
   return expect({*own, call, ranges, q, k, v, {}, {}, dout, {}, {}, {}, num_threads()}, gradients);

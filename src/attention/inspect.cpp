@@ -15,6 +15,7 @@
 #include "kernels/plain/rows.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
+#include "plan/query_rows.h"
 #include "util/dispatch.h"
 #include "util/parallel.h"
 
@@ -64,10 +65,6 @@ Attention weights_only(const Attention& attention) {
   options.output_scale = 1.0;
   options.detached_mix = false;
   return Attention(attention.pattern(), options);
-}
-
-std::span<const RowRange> ranges_of(const Call& call, const RowRange& whole) {
-  return call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
 }
 
 /// Blocks of one (entry, head, block row) while they are made.

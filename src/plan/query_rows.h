@@ -3,9 +3,15 @@
 
 #include <span>
 
+#include "longspan/attention.h"
 #include "plan/branch.h"
 
 namespace longspan {
+
+/// The query ranges of a call; `whole` is the one that it means by none.
+inline std::span<const RowRange> ranges_of(const Call& call, const RowRange& whole) {
+  return call.query_ranges.empty() ? std::span<const RowRange>(&whole, 1) : call.query_ranges;
+}
 
 /// Walks over the positions of q's rows in order.
 class PositionCursor {

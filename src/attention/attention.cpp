@@ -58,7 +58,7 @@ bool must_have_all_keys(const Problem& problem, KeysGiven given) {
 
 /// Lends workspace to the first kernel that takes the call, and runs it.
 template <class Arguments>
-void run_kernel(const KernelChoice& choice, Pass pass, void (*Kernel::* run)(const Arguments&), Arguments arguments) {
+void run_kernel(const KernelChoice& choice, Pass pass, void (*Kernel::*run)(const Arguments&), Arguments arguments) {
   const Kernel& kernel = choice.taking(pass, arguments);
   const Call& call = arguments.call;
   const Workspace workspace(call, arguments.q.device, kernel.workspace_bytes(arguments.plan, pass, arguments.threads));

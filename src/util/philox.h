@@ -6,18 +6,22 @@
 
 namespace longspan {
 
+inline constexpr std::uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
+inline constexpr std::uint32_t kPhiloxStep0 = 0x9E3779B9u, kPhiloxStep1 = 0xBB67AE85u;  // of the key, per round
+inline constexpr int kPhiloxRounds = 10;
+
 using PhiloxBlock = std::array<std::uint32_t, 4>;
 
 constexpr PhiloxBlock philox4x32(std::uint64_t key, PhiloxBlock counter) {
   std::uint32_t key0 = static_cast<std::uint32_t>(key);
   std::uint32_t key1 = static_cast<std::uint32_t>(key >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const std::uint64_t product0 = std::uint64_t{0xD2511F53u} * counter[0];
-    const std::uint64_t product1 = std::uint64_t{0xCD9E8D57u} * counter[2];
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const std::uint64_t product0 = std::uint64_t{kPhiloxFactor0} * counter[0];
+    const std::uint64_t product1 = std::uint64_t{kPhiloxFactor1} * counter[2];
     counter = {static_cast<std::uint32_t>(product1 >> 32) ^ counter[1] ^ key0, static_cast<std::uint32_t>(product1),
                static_cast<std::uint32_t>(product0 >> 32) ^ counter[3] ^ key1, static_cast<std::uint32_t>(product0)};
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+    key0 += kPhiloxStep0;
+    key1 += kPhiloxStep1;
   }
   return counter;
 }

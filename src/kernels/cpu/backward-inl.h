@@ -194,6 +194,7 @@ class BackwardRun {
     scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, padded, m_.scratch);
     scheme_.template pack_panels<Scheme::kPanel>(m_.v_panels, m_.v_rows, padded, m_.scratch);
     scheme_.pack_values(m_.k_values, m_.k_rows, padded);
+    policy_.prepare(m_.bias, kRows * kKeyTile, m_.keep, kRows * kKeyTile);
     policy_.begin_keys(task_.key_begin, keys(), m_.excluded);
     std::memset(m_.dk, 0, static_cast<std::size_t>(padded * scheme_.columns) * sizeof(float));
     std::memset(m_.dv, 0, static_cast<std::size_t>(padded * scheme_.columns) * sizeof(float));

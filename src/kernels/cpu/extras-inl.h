@@ -122,17 +122,88 @@ class BlockRows {
 struct NoExtras {
   static constexpr bool kActive = false;
   NoExtras(const CallShared&, const StrandTask&) {}
+  void prepare(float*, std::int64_t, float*, std::int64_t) const {}
   void begin_keys(std::int64_t, std::int64_t, float*) {}
+  static bool biased() { return false; }
+  static bool drops() { return false; }
   static std::int64_t first_open(std::int64_t begin, std::int64_t) { return begin; }
   static std::int64_t open_end(std::int64_t, std::int64_t end) { return end; }
   void fill(std::int64_t, std::int64_t, std::int64_t, std::int64_t, float*, float*) const {}
+};
+
+/// DropoutRule::words for one query row, a block of four keys in each lane.
+class PhiloxLanes {
+ public:
+  static constexpr std::int64_t kKeys = 4 * kLanes;
+
+  PhiloxLanes(const DropoutRule& rule, std::int64_t position, std::int64_t branch_head, std::int64_t entry)
+      : threshold_(rule.threshold) {
+    // The first of the ten rounds: of the counter only the second word differs between lanes.
+    const std::uint64_t key = rule.seed ^ (static_cast<std::uint64_t>(position) >> 32 << 32);
+    const std::uint64_t product0 = std::uint64_t{kPhiloxFactor0} * static_cast<std::uint32_t>(position);
+    const std::uint64_t product1 = std::uint64_t{kPhiloxFactor1} * static_cast<std::uint32_t>(branch_head);
+    key0_ = static_cast<std::uint32_t>(key);
+    key1_ = static_cast<std::uint32_t>(key >> 32);
+    flip_ = static_cast<std::uint32_t>(product1 >> 32) ^ key0_;
+    word1_ = static_cast<std::uint32_t>(product1);
+    word2_ = static_cast<std::uint32_t>(product0 >> 32) ^ static_cast<std::uint32_t>(entry) ^ key1_;
+    word3_ = static_cast<std::uint32_t>(product0);
+  }
+
+  /// All ones for the keys that are kept of kKeys keys from 4 * group on, else 0.
+  HWY_INLINE void keep(std::int64_t group, std::uint32_t* words) const {
+    Words word0 = hn::Xor(hn::Iota(kTag, static_cast<std::uint32_t>(group)), hn::Set(kTag, flip_));
+    Words word1 = hn::Set(kTag, word1_), word2 = hn::Set(kTag, word2_), word3 = hn::Set(kTag, word3_);
+    std::uint32_t key0 = key0_, key1 = key1_;
+    for (int round = 1; round < kPhiloxRounds; ++round) {
+      key0 += kPhiloxStep0;
+      key1 += kPhiloxStep1;
+      Words high0, low0, high1, low1;
+      multiply(word0, kPhiloxFactor0, high0, low0);
+      multiply(word2, kPhiloxFactor1, high1, low1);
+      word0 = hn::Xor(hn::Xor(high1, word1), hn::Set(kTag, key0));
+      word1 = low1;
+      word2 = hn::Xor(hn::Xor(high0, word3), hn::Set(kTag, key1));
+      word3 = low0;
+    }
+    const Words threshold = hn::Set(kTag, threshold_);
+    const auto kept = [&](Words word) HWY_ATTR { return hn::Not(hn::VecFromMask(kTag, hn::Lt(word, threshold))); };
+    hn::StoreInterleaved4(kept(word0), kept(word1), kept(word2), kept(word3), kTag, words);
+  }
+
+ private:
+  static constexpr hn::RebindToUnsigned<FloatTag> kTag{};
+  using Words = hn::Vec<hn::RebindToUnsigned<FloatTag>>;
+
+  static HWY_INLINE void multiply(Words a, std::uint32_t factor, Words& high, Words& low) {
+    const hn::RepartitionToWide<hn::RebindToUnsigned<FloatTag>> wide;
+    const Words b = hn::Set(kTag, factor);
+    const auto even = hn::MulEven(a, b);
+    const auto odd = hn::MulEven(hn::BitCast(kTag, hn::ShiftRight<32>(hn::BitCast(wide, a))), b);
+    high = hn::OddEven(hn::BitCast(kTag, odd), hn::BitCast(kTag, hn::ShiftRight<32>(even)));
+    low = hn::OddEven(hn::BitCast(kTag, hn::ShiftLeft<32>(odd)), hn::BitCast(kTag, even));
+  }
+
+  std::uint32_t threshold_, key0_, key1_, flip_, word1_, word2_, word3_;
 };
 
 class Extras {
  public:
   static constexpr bool kActive = true;
 
-  Extras(const CallShared& shared, const StrandTask& task) : shared_(shared), task_(task) {}
+  Extras(const CallShared& shared, const StrandTask& task)
+      : shared_(shared),
+        task_(task),
+        biased_(shared.call.alibi_slopes.given() || shared.call.key_mask.given()),
+        drops_(shared.plan.options().dropout > 0) {}
+
+  bool biased() const { return biased_; }
+  bool drops() const { return drops_; }
+  /// Writes what fill() leaves as it is: no bias, or no dropout.
+  void prepare(float* bias, std::int64_t biases, float* keep, std::int64_t keeps) const {
+    if (!biased_) std::memset(bias, 0, static_cast<std::size_t>(biases) * sizeof(float));
+    if (!drops_) std::memset(keep, 0xFF, static_cast<std::size_t>(keeps) * sizeof(float));
+  }
 
   /// Notes which of the strand's rows [begin, begin + count) key_mask excludes, in `excluded` (kMasked or 0).
   void begin_keys(std::int64_t begin, std::int64_t count, float* excluded) {
@@ -157,6 +228,15 @@ class Extras {
 
   /// bias and keep of the pairs (strand row `row` of `head`, keys key .. key + count). key is a multiple of 16.
   void fill(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, float* bias, float* keep) const {
+    if (biased_) fill_bias(head, row, key, count, bias);
+    if (drops_) fill_keep(head, row, key, count, keep);
+  }
+
+ private:
+  bool is_excluded(std::int64_t key) const {
+    return shared_.call.key_mask.given() && excluded_[key - excluded_begin_] != 0.0f;
+  }
+  void fill_bias(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, float* bias) const {
     float slope = 0;
     if (shared_.call.alibi_slopes.given()) {
       slope = -*shared_.call.alibi_slopes.at<float>(0, 0, head) * kLog2e * static_cast<float>(task_.strand.stride);
@@ -171,30 +251,26 @@ class Extras {
       if (shared_.call.key_mask.given()) value = hn::Add(value, load(excluded_ + (key - excluded_begin_) + i));
       store(value, bias + i);
     }
-    fill_keep(head, row, key, count, keep);
-  }
-
- private:
-  bool is_excluded(std::int64_t key) const {
-    return shared_.call.key_mask.given() && excluded_[key - excluded_begin_] != 0.0f;
   }
   void fill_keep(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, float* keep) const {
     std::uint32_t* const words = reinterpret_cast<std::uint32_t*>(keep);
-    if (shared_.plan.options().dropout == 0) {
-      std::memset(words, 0xFF, static_cast<std::size_t>(count) * sizeof(std::uint32_t));
-      return;
-    }
-    const std::int64_t position = task_.strand.start + row * task_.strand.stride;
-    const std::int64_t branch_head = task_.branch * shared_.plan.problem().heads + head;
-    for (std::int64_t i = 0; i < count; i += 4) {
-      const PhiloxBlock block = shared_.dropout.words(position, (key + i) / 4, branch_head, task_.entry);
-      for (std::size_t lane = 0; lane < 4; ++lane)
-        words[i + static_cast<std::int64_t>(lane)] = block[lane] >= shared_.dropout.threshold ? ~0u : 0u;
+    const PhiloxLanes lanes(shared_.dropout, task_.strand.start + row * task_.strand.stride,
+                            task_.branch * shared_.plan.problem().heads + head, task_.entry);
+    constexpr std::int64_t kStep = PhiloxLanes::kKeys;
+    for (std::int64_t i = 0; i < count; i += kStep) {
+      if (count - i >= kStep) {
+        lanes.keep((key + i) / 4, words + i);
+      } else {
+        std::uint32_t last[kStep];
+        lanes.keep((key + i) / 4, last);
+        std::memcpy(words + i, last, static_cast<std::size_t>(count - i) * sizeof(std::uint32_t));
+      }
     }
   }
 
   const CallShared& shared_;
   const StrandTask& task_;
+  const bool biased_, drops_;
   const float* excluded_ = nullptr;
   std::int64_t excluded_begin_ = 0;
 };

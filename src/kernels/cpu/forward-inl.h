@@ -137,6 +137,7 @@ class ForwardRun {
 
   void run() {
     Scheme::begin();
+    policy_.prepare(m_.bias, Scheme::kKeyBlock, m_.keep, Scheme::kGroup * Scheme::kKeyBlock);
     load_queries();
     const std::int64_t last = rows_.begin + rows_.count;
     const std::int64_t key_end = shared_.causal ? std::min(last, task_.strand.count) : task_.strand.count;
@@ -303,7 +304,7 @@ class ForwardRun {
           const std::int64_t place = places[run], count = round_up(runs[run].end - runs[run].begin, kLanes);
           policy_.fill(rows_.head(row), rows_.index(row), block + runs[run].begin, count, m_.bias + place,
                        m_.keep + i * Scheme::kKeyBlock + place);
-          add_bias(m_.scores + i * Scheme::kScoreStride + place, m_.bias + place, count);
+          if (policy_.biased()) add_bias(m_.scores + i * Scheme::kScoreStride + place, m_.bias + place, count);
         }
       }
     }
@@ -329,16 +330,21 @@ class ForwardRun {
       });
       m_.bases[i] = largest;
     }
-    const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
+    const float factor = exponent_factor();
     raise(group, valid, factor);
     for (int i = 0; i < valid; ++i) {
       float* const scores = m_.scores + i * Scheme::kScoreStride;
       V sums = hn::Mul(load(m_.sums + (group + i) * kLanes), broadcast(m_.corrections[i]));
       for_each_run(i, [&](std::int64_t place, std::int64_t seen_keys, std::int64_t keys_of_run) HWY_ATTR {
         // Weights take the place of scores: they are no wider, and written after what they cover was read.
-        sums = Scheme::template weights<Policy::kActive>(scores + place, scores + place / Scheme::Products::kPerUnit,
-                                                         seen_keys, keys_of_run, factor, m_.bases[i],
-                                                         m_.keep + i * Scheme::kKeyBlock + place, sums);
+        float* const weights = scores + place / Scheme::Products::kPerUnit;
+        const float* const keep = m_.keep + i * Scheme::kKeyBlock + place;
+        if (Policy::kActive && policy_.drops())
+          sums = Scheme::template weights<true>(scores + place, weights, seen_keys, keys_of_run, factor, m_.bases[i],
+                                                keep, sums);
+        else
+          sums = Scheme::template weights<false>(scores + place, weights, seen_keys, keys_of_run, factor, m_.bases[i],
+                                                 keep, sums);
       });
       store(sums, m_.sums + (group + i) * kLanes);
     }
@@ -372,6 +378,9 @@ class ForwardRun {
     }
   }
 
+  /// What turns scores into base-2 exponents; add_bias has done so already.
+  float exponent_factor() const { return policy_.biased() ? 1.0f : scheme_.score_factor; }
+
   /// Scores become base-2 exponents with the row's bias.
   HWY_INLINE void add_bias(float* scores, const float* bias, std::int64_t keys) {
     const V factor = broadcast(scheme_.score_factor);
@@ -402,7 +411,7 @@ class ForwardRun {
   /// in out and sums. A row that saw none of these keys keeps its closed sums, to the bit.
   template <bool kLast>
   HWY_NOINLINE void join_sums() {
-    const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
+    const float factor = exponent_factor();
     const std::int64_t padded = round_up(slots(), Scheme::kGroup);
     for (std::int64_t slot = 0; slot < padded; ++slot) {
       const bool seen = m_.limits[slot] > sums_begin_;
@@ -446,7 +455,7 @@ class ForwardRun {
   void finish_row(std::int64_t row, std::int64_t slot, float sum, float log_of_sum, const RowPlaces<std::byte>& out_of,
                   const RowPlaces<float>& lse_of) {
     float* const out = m_.out + slot * scheme_.columns;
-    const float factor = Policy::kActive ? 1.0f : scheme_.score_factor;
+    const float factor = exponent_factor();
     // In double: at scores of 1e4 every rounding of an exponent costs a weight 1e-3.
     double exponent = m_.largest[slot] < kMaskedLimit ? 0.0 : static_cast<double>(m_.largest[slot]) * factor;  // base 2
     float weight = 1.0f;

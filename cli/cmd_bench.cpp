@@ -181,8 +181,8 @@ Json describe_bench(const BenchCommand& command, const Plan& plan, const std::ve
 void print_bench(const Plan& plan, const std::vector<Timing>& timings) {
   const Problem& shape = plan.problem();
   print("{}{}, {} tokens, batch {}, {} heads of {}, {}\n", bold(plan.pattern().to_string()),
-        plan.options().causal ? ", causal" : "", with_commas(static_cast<double>(shape.tokens)), shape.batch,
-        shape.heads, shape.head_dim, name_of(shape.dtype));
+        plan.options().causal ? ", causal" : "", with_commas(shape.tokens), shape.batch, shape.heads, shape.head_dim,
+        name_of(shape.dtype));
   const bool gpu = shape.device.type == DeviceType::cuda;
   const double unit = gpu ? 1e-3 : 1;
   const char* const per_second = gpu ? "TFLOP/s" : "GFLOP/s";

@@ -93,8 +93,7 @@ std::int64_t choose_tokens(const Attention& attention, const ProblemChoice& choi
   }
   const std::int64_t tokens = low * kStep;
   note("{} tokens took {}; {} will finish in about {:.0f} seconds or less (default: at most {}; --tokens sets it)",
-       with_commas(static_cast<double>(probe)), short_duration(seconds), with_commas(static_cast<double>(tokens)),
-       kWholeSeconds, with_commas(static_cast<double>(kMostTokens)));
+       with_commas(probe), short_duration(seconds), with_commas(tokens), kWholeSeconds, with_commas(kMostTokens));
   return tokens;
 }
 
@@ -210,7 +209,7 @@ void print_report(const Report& report, const RingDemo& ring, const std::string&
   print("{}\n", ring.bit_identical
                     ? good(fmt::format("a ring of {} over {} tokens has the same bits; each rank received at most {} "
                                        "(a ring that moves all keys: {})",
-                                       ring.bytes_received.size(), with_commas(static_cast<double>(ring.tokens)),
+                                       ring.bytes_received.size(), with_commas(ring.tokens),
                                        short_bytes(static_cast<double>(most)),
                                        short_bytes(static_cast<double>(ring.naive_bytes))))
                     : bad("a ring of ranks gives OTHER bits than one device"));
@@ -269,7 +268,7 @@ ReportRun run_on(Device device, const Attention& attention, const Plan& host_pla
   Times times;
   std::size_t before = 0;
   {
-    Progress progress(fmt::format("{} tokens, forward and backward", with_commas(static_cast<double>(problem.tokens))));
+    Progress progress(fmt::format("{} tokens, forward and backward", with_commas(problem.tokens)));
     if (gpu) {
       run_both(attention, work, call, progress);
       device_memory::reset_peak(device.index);

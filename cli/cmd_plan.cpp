@@ -98,7 +98,10 @@ void print_branches(const Plan& plan) {
   for (std::size_t index = 0; index < plan.branches().size(); ++index) {
     const Json branch = describe_branch(plan, index);
     const std::int64_t first = branch["head_begin"], count = branch["head_count"];
-    const auto number = [&](const char* key) { return with_commas(branch[key].get<double>()); };
+    const auto number = [&](const char* key) {
+      const Json& value = branch[key];
+      return value.is_number_integer() ? with_commas(value.get<std::int64_t>()) : with_commas(value.get<double>());
+    };
     table.add({fmt::format("{}{}", index, branch["active"].get<bool>() ? "" : " (skipped)"),
                count == 1 ? fmt::format("{}", first) : fmt::format("{}-{}", first, first + count - 1),
                number("segment"), number("dilation"),
@@ -150,9 +153,9 @@ int run(const PlanCommand& command) {
   }
 
   print("{}{}\n", bold(heading(choice.pattern)), choice.options.causal ? ", causal" : "");
-  print("{} tokens, batch {}, {} heads of {} ({} for keys and values), {} on {}\n\n",
-        with_commas(static_cast<double>(problem.tokens)), problem.batch, problem.heads, problem.head_dim,
-        problem.kv_heads, name_of(problem.dtype), to_string(problem.device));
+  print("{} tokens, batch {}, {} heads of {} ({} for keys and values), {} on {}\n\n", with_commas(problem.tokens),
+        problem.batch, problem.heads, problem.head_dim, problem.kv_heads, name_of(problem.dtype),
+        to_string(problem.device));
   print_branches(*plan);
   const auto bytes_of = [&](Pass pass, std::string_view kernel) {
     return kernel.empty()

@@ -193,9 +193,8 @@ int report(const RingCommand& command, const RingInputs& inputs, const RingSetti
   } else {
     print("{}{}\n{} tokens over {} {} ranks, batch {}, {} heads of {} ({} for keys and values), {}\n\n",
           bold(settings.pattern.to_string()), settings.options.causal ? ", causal" : "",
-          with_commas(static_cast<double>(inputs.problem.tokens)), settings.shards.ranks(), engine,
-          inputs.problem.batch, inputs.problem.heads, inputs.problem.head_dim, inputs.problem.kv_heads,
-          name_of(inputs.problem.dtype));
+          with_commas(inputs.problem.tokens), settings.shards.ranks(), engine, inputs.problem.batch,
+          inputs.problem.heads, inputs.problem.head_dim, inputs.problem.kv_heads, name_of(inputs.problem.dtype));
     print_ranks(ranks, "forward", "");
     if (settings.backward) {
       print("\n");

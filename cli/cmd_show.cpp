@@ -128,9 +128,8 @@ int run(const ShowCommand& command) {
   }
   print("{}{}\n", bold(heading(choice.pattern)), choice.options.causal ? ", causal" : "");
   for (const PatternPicture& drawn : pictures) {
-    print("{} tokens, head {} of {}; queries down, keys across, {} tokens a cell\n\n",
-          with_commas(static_cast<double>(problem.tokens)), drawn.head, problem.heads,
-          with_commas(static_cast<double>(drawn.cell_tokens)));
+    print("{} tokens, head {} of {}; queries down, keys across, {} tokens a cell\n\n", with_commas(problem.tokens),
+          drawn.head, problem.heads, with_commas(drawn.cell_tokens));
     print("{}\n", drawn.to_text(command.ascii));
   }
   const std::string legend = shade_legend(command.ascii);

@@ -161,9 +161,9 @@ std::string share_of_dense(const PlanTotals& totals, bool causal) {
                      causal ? "causal " : "");
 }
 
-std::string with_commas(double value) {
-  const std::string digits = fmt::format("{:.0f}", std::abs(value));
-  std::string text = value < 0 ? "-" : "";
+std::string with_commas(std::string_view digits) {
+  std::string text = digits.starts_with('-') ? "-" : "";
+  digits.remove_prefix(text.size());
   for (std::size_t i = 0; i < digits.size(); ++i) {
     if (i > 0 && (digits.size() - i) % 3 == 0) text += ',';
     text += digits[i];

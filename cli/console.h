@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <concepts>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -79,8 +80,13 @@ class Table {
 std::string heading(const Pattern& pattern);
 /// "2.10 M pairs, 12.5% of causal dense attention": the one place that says what a plan keeps.
 std::string share_of_dense(const PlanTotals& totals, bool causal);
-/// 131072 -> "131,072".
-std::string with_commas(double value);
+/// "131072" -> "131,072"; numbers are rounded to whole ones, and integers keep all digits.
+std::string with_commas(std::string_view digits);
+inline std::string with_commas(double value) { return with_commas(std::string_view(fmt::format("{:.0f}", value))); }
+template <std::integral T>
+std::string with_commas(T value) {
+  return with_commas(std::string_view(fmt::format("{}", value)));
+}
 /// 1.5e9 -> "1.50 G"; powers of 1000.
 std::string short_count(double value);
 /// 1536 -> "1.50 KiB"; powers of 1024.

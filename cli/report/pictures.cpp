@@ -73,7 +73,7 @@ bool sees(const Plan& plan, const BranchPlan& branch, const Example& example, st
 std::string ordinal(std::int64_t number) {
   const std::int64_t ten = number % 100 / 10, one = number % 10;
   const char* ending = ten == 1 ? "th" : one == 1 ? "st" : one == 2 ? "nd" : one == 3 ? "rd" : "th";
-  return with_commas(static_cast<double>(number)) + ending;
+  return with_commas(number) + ending;
 }
 
 std::string overview_strip(const Plan& plan, const BranchPlan& branch, const Example& example, std::size_t index) {
@@ -113,7 +113,7 @@ std::string close_up(const Plan& plan, const BranchPlan& branch, const Example& 
   svg += "</svg>";
   return svg +
          fmt::format(R"(<div class="ends"><span>{}</span><span>positions around the row</span><span>{}</span></div>)",
-                     with_commas(static_cast<double>(begin)), with_commas(static_cast<double>(begin + width - 1)));
+                     with_commas(begin), with_commas(begin + width - 1));
 }
 
 }  // namespace
@@ -146,20 +146,19 @@ std::string keys_picture(const Plan& plan) {
   for (std::size_t index = 0; index < plan.branches().size(); ++index) {
     const BranchPlan& branch = plan.branches()[index];
     const auto example = example_of(plan, branch);
-    const std::string segment =
-        branch.segment == kWholeSequence ? "the whole sequence" : with_commas(static_cast<double>(branch.segment));
+    const std::string segment = branch.segment == kWholeSequence ? "the whole sequence" : with_commas(branch.segment);
     html += fmt::format(R"(<div class="branch"><h3><i class="key {}"></i>Branch {}: segment {}, dilation {}</h3>)",
-                        colour_class(index), index, segment, with_commas(static_cast<double>(branch.dilation)));
+                        colour_class(index), index, segment, with_commas(branch.dilation));
     if (!example) {
       html += "<p>Takes no part: it has no rows in a sequence of this length.</p></div>";
       continue;
     }
     html += fmt::format(
         "<p>Heads {} to {}. Row {} of head {} sees {} keys{}, every {} between {} and {}.</p>", branch.head_begin,
-        branch.head_begin + branch.head_count - 1, with_commas(static_cast<double>(example->position)), example->head,
-        with_commas(static_cast<double>(example->keys)), branch.mask ? " at most (block mask)" : "",
+        branch.head_begin + branch.head_count - 1, with_commas(example->position), example->head,
+        with_commas(example->keys), branch.mask ? " at most (block mask)" : "",
         branch.dilation == 1 ? std::string("position") : ordinal(branch.dilation) + " position",
-        with_commas(static_cast<double>(example->segment_begin)),
+        with_commas(example->segment_begin),
         with_commas(static_cast<double>(plan.options().causal ? example->position : example->segment_end - 1)));
     html += overview_strip(plan, branch, *example, index);
     html += fmt::format(R"(<div class="ends"><span>0</span><span>the whole sequence</span><span>{}</span></div>)",

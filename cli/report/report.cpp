@@ -126,7 +126,7 @@ bool Report::verified() const {
 std::vector<std::pair<std::string, std::string>> summary_rows(const Report& report) {
   const Problem& problem = report.plan->problem();
   std::vector<std::pair<std::string, std::string>> rows = {
-      {"tokens", with_commas(static_cast<double>(problem.tokens))},
+      {"tokens", with_commas(problem.tokens)},
       {"heads", fmt::format("{} of {}, {}", problem.heads, problem.head_dim, name_of(problem.dtype))},
   };
   double worst = 0;

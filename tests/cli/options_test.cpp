@@ -160,6 +160,8 @@ TEST(Numbers, ReadWell) {
   EXPECT_EQ(with_commas(0), "0");
   EXPECT_EQ(with_commas(131072), "131,072");
   EXPECT_EQ(with_commas(-1000), "-1,000");
+  EXPECT_EQ(with_commas(-100.4), "-100");
+  EXPECT_EQ(with_commas(std::numeric_limits<std::int64_t>::max()), "9,223,372,036,854,775,807");
   EXPECT_EQ(short_bytes(512), "512 B");
   EXPECT_EQ(short_bytes(8.0 * 1024 * 1024 * 1024), "8.00 GiB");
   EXPECT_EQ(short_count(1.34e9), "1.34 G");

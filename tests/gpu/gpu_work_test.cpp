@@ -84,7 +84,7 @@ TEST(GpuWork, ForwardItemsWriteEveryRowOnce) {
               continue;
             }
             const StrandRows strand = launch.branches[item.branch].strand(item.head, item.segment, launch.tokens);
-            const StrandQueries queries = queries_of(strand, range);
+            const StrandQueries queries = range.of(strand);
             const int rows = half ? 8 : 16;
             for (int i = item.tile * rows; i < std::min((item.tile + 1) * rows, queries.count); ++i) {
               const std::int64_t row = queries.q_row + static_cast<std::int64_t>(i) * strand.stride;
@@ -244,7 +244,7 @@ TEST(GpuWork, WritersOfARowComeInDifferentLaunches) {
           for (const auto& [branch, range, entry, head, segment, tile] : names(part)) {
             together.emplace_back(branch, range, entry, head, segment, tile);
             const StrandRows strand = part.branches[branch].strand(head, segment, part.tokens);
-            const StrandQueries queries = queries_of(strand, part.ranges[range]);
+            const StrandQueries queries = part.ranges[range].of(strand);
             const int count = by_keys ? strand.count : queries.count, first = by_keys ? 0 : queries.begin;
             for (int i = tile * 16; i < std::min((tile + 1) * 16, count); ++i)
               EXPECT_EQ((++writers[{entry, head / group, strand.start + (first + i) * strand.stride}]), 1);

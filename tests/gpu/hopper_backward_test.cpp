@@ -475,7 +475,7 @@ TEST(HopperWork, PlacesOfStrandsFitTheWorkspace) {
           for (int entry = 0; entry < launch.batch; ++entry) {
             for (int head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
               for (int segment = places.first_segment; segment <= last; ++segment) {
-                const auto queries = queries_of(branch.strand(head, segment, launch.tokens), launch.ranges[r]);
+                const auto queries = launch.ranges[r].of(branch.strand(head, segment, launch.tokens));
                 const std::int64_t first = places.row(branch, entry, head, segment);
                 ASSERT_EQ(first % hopper::kSumTileRows, 0);
                 const std::int64_t tiles = (queries.count + hopper::kSumTileRows - 1) / hopper::kSumTileRows;

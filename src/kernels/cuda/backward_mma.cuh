@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
   const DeviceBranch& branch = a.branches[item.branch];
   const int length = a.length(item.entry);
   const StrandRows strand = branch.strand(item.head, item.segment, length);
-  const StrandQueries queries = queries_of(strand, a.ranges[item.range]);
+  const StrandQueries queries = a.ranges[item.range].of(strand);
   const bool listed = kLists && a.lists[item.branch].places;
   int first_key = item.tile * kKeys;
   // Under a causal mask queries before the first key see none of these keys.

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   __shared__ std::uint8_t allowed[kFeatures ? kKeys : 1];
   const Item item = a.decode(blockIdx.x);
   const StrandRows strand = a.branches[item.branch].strand(item.head, item.segment, a.length(item.entry));
-  const StrandQueries queries = queries_of(strand, a.ranges[item.range]);
+  const StrandQueries queries = a.ranges[item.range].of(strand);
   const bool listed = kFeatures && a.lists[item.branch].places;
   const int first_query = listed ? max(queries.begin, item.tile * kRows) : queries.begin + item.tile * kRows;
   const int rows =

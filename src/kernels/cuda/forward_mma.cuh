@@ -140,7 +140,7 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
   const DeviceBranch& branch = a.branches[item.branch];
   const int length = a.length(item.entry);
   const StrandRows strand = branch.strand(item.head, item.segment, length);
-  const StrandQueries queries = queries_of(strand, a.ranges[item.range]);
+  const StrandQueries queries = a.ranges[item.range].of(strand);
   const bool listed = kLists && a.lists[item.branch].places;  // its tiles are the strand's, else the range's
   const int first_query = listed ? max(queries.begin, item.tile * kRows) : queries.begin + item.tile * kRows;
   const int end_query = queries.begin + queries.count;
@@ -337,7 +337,7 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
 
   // Padding, then either put the state down for a later branch or write the row. What that takes is computed here.
   const int done = computed_here(0);
-  const int padding = branch.padding(strand, length, a.causal);
+  const int padding = branch.padding(strand.count, length, a.causal);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll

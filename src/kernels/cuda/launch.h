@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/block_lists.h"
+#include "plan/strands.h"
 
 namespace longspan::cuda {
 
@@ -24,48 +25,25 @@ struct Rows {
   }
 };
 
-struct StrandRows {
-  int start, stride, count;
-};
-
-/// BranchPlan with 32-bit rows, as far as devices need it.
-struct DeviceBranch {
-  int segment, dilation, head_begin, head_count, fixed_phase, phase_divisor;
-  bool skip_if_longer, pad_keys;
-
-  LONGSPAN_DEVICE bool owns(int head) const { return head >= head_begin && head < head_begin + head_count; }
-  LONGSPAN_DEVICE int phase(int head) const {
-    if (fixed_phase >= 0) return fixed_phase;
-    return phase_divisor > 0 ? head / phase_divisor : head % dilation;
-  }
-  LONGSPAN_DEVICE bool active(int length) const { return !(skip_if_longer && segment > length); }
-  /// The strand of a head in a segment of a sequence of `length` rows; count 0 if it is empty or the branch inactive.
-  LONGSPAN_DEVICE StrandRows strand(int head, int index, int length) const {
-    const std::int64_t begin = static_cast<std::int64_t>(index) * segment;
-    const std::int64_t left = length - begin, rows = left < segment ? left : segment;
-    const int offset = phase(head);
-    if (!active(length) || offset >= rows) return {0, dilation, 0};
-    const unsigned count = (static_cast<unsigned>(rows - offset) - 1) / static_cast<unsigned>(dilation) + 1;
-    return {static_cast<int>(begin + offset), dilation, static_cast<int>(count)};
-  }
-  LONGSPAN_DEVICE bool covers(int head, int position) const { return (position % segment) % dilation == phase(head); }
-  LONGSPAN_DEVICE int padding(const StrandRows& rows, int length, bool causal) const {
-    if (!pad_keys || causal) return 0;
-    const std::int64_t longest = segment < length ? segment : length;
-    return static_cast<int>((longest + dilation - 1) / dilation) - rows.count;
-  }
-};
+// Strands as devices count them (plan/strands.h).
+using StrandRows = strands::StrandOf<int>;
+using StrandQueries = strands::QueryRunOf<int>;
+using DeviceBranch = strands::BranchOf<int>;
 
 /// Positions start .. start + count - 1 are rows first_row .. of q.
 struct DeviceRange {
   int start, count;
   std::int64_t first_row;
+  /// The rows of a strand in it.
+  LONGSPAN_DEVICE StrandQueries of(const StrandRows& strand) const {
+    return strands::query_run(strand, start, count, first_row);
+  }
 };
 
-/// Row i of k and v here is position first + i * step, up to last, of key/value heads kv_head .. kv_head + heads - 1.
+/// Row i of `rows` in k and v here is position first + i * step, of key/value heads kv_head .. kv_head + heads - 1.
 struct DevicePiece {
   Rows k, v;
-  int first, last, step, kv_head, heads;
+  int first, step, rows, kv_head, heads;
 };
 /// Where the gradients of a piece's rows are added, float32.
 struct PieceGradients {
@@ -76,9 +54,11 @@ struct PieceGradients {
 /// `chunk` strands at a time, tile by tile: where tiles differ in length, the long ones of a chunk then come first. Of
 /// the tiles of a strand a work may hold a part, so that the long ones of every branch come first.
 struct Work {
-  unsigned first_item, strands, chunk;
-  int branch, range, head_begin, head_step, head_count, first_segment, segments, first_tile, tiles;
-  int finished_before;  // items of earlier branches, per entry and head of the range
+  unsigned first_item = 0, strands = 0, chunk = 1;
+  int branch = 0, range = 0;
+  int head_begin = 0, head_step = 1, head_count = 0;
+  int first_segment = 0, segments = 1, first_tile = 0, tiles = 0;
+  int finished_before = 0;  // items of earlier branches, per entry and head of the range
 };
 
 struct Item {
@@ -179,11 +159,9 @@ struct Launch {
     const DevicePiece* const list = piece_list();
     for (int i = 0; i < piece_count; ++i) {
       const DevicePiece& piece = list[i];
-      if (position < piece.first || position > piece.last) continue;
       if (kv_head < piece.kv_head || kv_head - piece.kv_head >= piece.heads) continue;
-      const int distance = position - piece.first;
-      row = piece.step == 1 ? distance : distance / piece.step;
-      if (row * piece.step == distance) return i;
+      row = strands::piece_row(piece.first, piece.step, piece.rows, position);
+      if (row >= 0) return i;
     }
     return -1;
   }
@@ -231,24 +209,5 @@ struct Launch {
   }
 };
 static_assert(sizeof(Launch) <= 4000, "kernel parameters are limited to 4 KB");
-
-/// Rows [begin, begin + count) of a strand are rows q_row, q_row + stride, ... of q.
-struct StrandQueries {
-  int begin, count;
-  std::int64_t q_row;
-};
-
-LONGSPAN_DEVICE StrandQueries queries_of(const StrandRows& strand, const DeviceRange& range) {
-  const auto rows_up_to = [&](unsigned positions) {  // rows of the strand among that many positions from its start
-    return positions == 0 ? 0u : (positions - 1) / static_cast<unsigned>(strand.stride) + 1;
-  };
-  const std::int64_t high = static_cast<std::int64_t>(range.start) + range.count - strand.start;
-  const std::int64_t begin = rows_up_to(range.start > strand.start ? range.start - strand.start : 0);
-  std::int64_t end = high <= 0 ? 0 : rows_up_to(static_cast<unsigned>(high));
-  if (end > strand.count) end = strand.count;
-  if (begin >= end) return {0, 0, 0};
-  return {static_cast<int>(begin), static_cast<int>(end - begin),
-          range.first_row + strand.start + begin * strand.stride - range.start};
-}
 
 }  // namespace longspan::cuda

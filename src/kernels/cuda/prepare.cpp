@@ -17,10 +17,11 @@
 namespace longspan::cuda {
 namespace {
 
+using strands::ceil_divide;
+
 constexpr std::int64_t kMost = std::numeric_limits<int>::max();
 constexpr std::int64_t kItemsByLength = 1024;  // a few times what runs at once, few enough that strands stay in L2
 constexpr int kMaxParts = 4;
-constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
 
 int clamp(std::int64_t value) { return static_cast<int>(std::min(value, kMost)); }
 
@@ -117,9 +118,7 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
   launch.aligned = problem.alignment >= 16;
   launch.fill = !covers_everything(plan) || problem.has_lengths;
   for (const BranchPlan& branch : plan.branches()) {
-    const auto b = branch_of<int>(branch);
-    launch.branches[launch.branch_count++] = {b.segment,     b.dilation,      b.head_begin,     b.head_count,
-                                              b.fixed_phase, b.phase_divisor, b.skip_if_longer, b.pad_keys};
+    launch.branches[launch.branch_count++] = branch_of<int>(branch);
   }
   return launch;
 }
@@ -130,9 +129,13 @@ class PieceTable {
   PieceTable(Launch& launch, const Call& call, Device device) {
     std::vector<DevicePiece> list;
     for (const KeyPiece& piece : call.pieces) {
-      list.push_back({rows_of(piece.k), rows_of(piece.v), clamp(piece.first),
-                      clamp(piece.first + (piece.k.rows() - 1) * piece.step), clamp(piece.step), clamp(piece.kv_head),
-                      clamp(piece.k.heads())});
+      list.push_back({.k = rows_of(piece.k),
+                      .v = rows_of(piece.v),
+                      .first = clamp(piece.first),
+                      .step = clamp(piece.step),
+                      .rows = clamp(piece.k.rows()),
+                      .kv_head = clamp(piece.kv_head),
+                      .heads = clamp(piece.k.heads())});
       launch.aligned = launch.aligned && aligned(piece.k) && aligned(piece.v);
     }
     launch.piece_count = static_cast<int>(list.size());
@@ -179,7 +182,7 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
     const std::int64_t per_head = static_cast<std::int64_t>(work.segments) * work.tiles;
     work.first_item = static_cast<unsigned>(std::min(launch.items, kMost));  // more than that is refused below
     work.strands = static_cast<unsigned>(static_cast<std::int64_t>(work.segments) * work.head_count * launch.batch);
-    work.chunk = static_cast<unsigned>(launch.causal ? ceil_divide(kItemsByLength, work.tiles) : 1);
+    work.chunk = static_cast<unsigned>(launch.causal ? ceil_divide<std::int64_t>(kItemsByLength, work.tiles) : 1);
     launch.items += per_head * work.head_count * launch.batch;
     if (work.branch >= 0) finished[work.range] += clamp(per_head);
     launch.work[launch.work_count++] = work;
@@ -195,33 +198,45 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
       // With lengths a branch that N leaves out may come in: segments longer than N are longer than every length, so
       // no.
       if (!branch.active(launch.tokens)) continue;
-      const std::int64_t longest = ceil_divide(std::min(branch.segment, launch.tokens), branch.dilation);
+      const std::int64_t longest = branch.longest_strand(launch.tokens);
       for (int r = 0; r < launch.range_count; ++r) {
         const DeviceRange& range = launch.ranges[r];
         const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
         const std::int64_t rows =
-            tiling.by_keys ? longest : std::min(longest, ceil_divide(range.count, branch.dilation));
-        std::int64_t first_tile = 0, tiles = ceil_divide(rows, tiling.rows);
+            tiling.by_keys ? longest : std::min(longest, ceil_divide<std::int64_t>(range.count, branch.dilation));
+        std::int64_t first_tile = 0, tiles = ceil_divide<std::int64_t>(rows, tiling.rows);
         if (launch.lists[b].places) {  // its tiles are those of the strand, not of the range
-          tiles = tiling.by_keys ? launch.lists[b].place_count : ceil_divide(longest, tiling.rows);
+          tiles = tiling.by_keys ? launch.lists[b].place_count : ceil_divide<std::int64_t>(longest, tiling.rows);
           if (!tiling.by_keys && first == last) {
             const std::int64_t before = range.start - static_cast<std::int64_t>(first) * branch.segment;
             first_tile = std::max<std::int64_t>(0, before - branch.dilation + 1) / branch.dilation / tiling.rows;
-            tiles = std::min(tiles, ceil_divide(ceil_divide(before + range.count, branch.dilation), tiling.rows)) -
-                    first_tile;
+            tiles =
+                std::min(tiles, ceil_divide<std::int64_t>(
+                                    ceil_divide<std::int64_t>(before + range.count, branch.dilation), tiling.rows)) -
+                first_tile;
           }
         }
         const std::int64_t place = launch.descending ? parts - 1 - part : part;
         const std::int64_t begin = first_tile + tiles * place / parts, end = first_tile + tiles * (place + 1) / parts;
         if (begin >= end) continue;
-        add({0, 0, 0, b, r, branch.head_begin, 1, branch.head_count, first, last - first + 1, clamp(begin),
-             clamp(end - begin), finished[r]});
+        add({.branch = b,
+             .range = r,
+             .head_begin = branch.head_begin,
+             .head_count = branch.head_count,
+             .first_segment = first,
+             .segments = last - first + 1,
+             .first_tile = clamp(begin),
+             .tiles = clamp(end - begin),
+             .finished_before = finished[r]});
       }
     }
   }
   if (launch.fill && tiling.fills && !tiling.by_keys) {
     for (int r = 0; r < launch.range_count; ++r) {
-      add({0, 0, 0, -1, r, 0, 1, launch.heads, 0, 1, 0, clamp(ceil_divide(launch.ranges[r].count, kFillRows)), 0});
+      add({.branch = -1,
+           .range = r,
+           .head_count = launch.heads,
+           .tiles = strands::ceil_divide(launch.ranges[r].count, kFillRows)});
     }
   }
   if (launch.items > kMost) {

@@ -106,7 +106,7 @@ __device__ __forceinline__ bool find_row(const Launch& a, int b, int head, int p
   found.strand = branch.strand(head, position / branch.segment, length);
   found.own = (position - found.strand.start) / found.strand.stride;
   found.end = a.causal ? found.own + 1 : found.strand.count;
-  found.padding = branch.padding(found.strand, length, a.causal);
+  found.padding = branch.padding(found.strand.count, length, a.causal);
   return true;
 }
 
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
       for (int b = 0; b < a.branch_count; ++b) {
         if (!find_row(a, b, head, key, length, found)) continue;
         for (int r = 0; r < a.range_count; ++r) {
-          const StrandQueries queries = queries_of(found.strand, a.ranges[r]);
+          const StrandQueries queries = a.ranges[r].of(found.strand);
           const bool listed = a.lists[b].places;
           BlockWalk walk;
           if (listed) walk = walk_of(a, found, entry, head, queries.begin, queries.begin + queries.count);

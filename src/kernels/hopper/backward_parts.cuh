@@ -30,7 +30,7 @@ struct QueryTile {
   __device__ __forceinline__ QueryTile(const PartsLaunch& a, const cuda::Item& item) {
     const cuda::StrandRows strand =
         a.base.branches[item.branch].strand(item.head, item.segment, a.base.length(item.entry));
-    const cuda::StrandQueries queries = cuda::queries_of(strand, a.base.ranges[item.range]);
+    const cuda::StrandQueries queries = a.base.ranges[item.range].of(strand);
     const int before = item.tile * kSumTileRows;
     rows = min(kSumTileRows, queries.count - before);
     stride = strand.stride;

@@ -31,7 +31,7 @@ struct BackwardProducer {
     if (found < 0) return false;
     const cuda::Item item = base.decode(static_cast<unsigned>(found));
     const cuda::StrandRows strand = base.branches[item.branch].strand(item.head, item.segment, base.length(item.entry));
-    const cuda::StrandQueries queries = cuda::queries_of(strand, base.ranges[item.range]);
+    const cuda::StrandQueries queries = base.ranges[item.range].of(strand);
     int first_key = item.tile * S::kKeys;
     if constexpr (S::kLists) {
       const cuda::BlockLists& lists = base.lists[item.branch];

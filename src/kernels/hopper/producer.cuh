@@ -52,8 +52,8 @@ struct Producer {
     const cuda::DeviceBranch& branch = a.base.branches[item.branch];
     const int length = a.base.length(item.entry);
     const cuda::StrandRows strand = branch.strand(item.head, item.segment, length);
-    const cuda::StrandQueries queries = a.whole ? cuda::StrandQueries{0, strand.count, strand.start}
-                                                : cuda::queries_of(strand, a.base.ranges[item.range]);
+    const cuda::StrandQueries queries =
+        a.whole ? cuda::StrandQueries{0, strand.count, strand.start} : a.base.ranges[item.range].of(strand);
     // Tiles of a branch with a block mask lie on the strand's grid: the first may begin before the range.
     const bool masked = S::kLists && a.base.lists[item.branch].places;
     const int before = item.tile * S::kRows - (masked ? queries.begin : 0);
@@ -89,7 +89,7 @@ struct Producer {
     task.range = item.range;
     task.length = length;
     task.position = strand.start + first * strand.stride;
-    task.padding = branch.padding(strand, length, a.base.causal);
+    task.padding = branch.padding(strand.count, length, a.base.causal);
   }
   /// Looks for work from `item` on: one item of the table, or several whose strands are short, by a thread each.
   __device__ __forceinline__ void find(unsigned& item, typename S::Item* task, int lane) const {

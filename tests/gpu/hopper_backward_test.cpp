@@ -236,8 +236,19 @@ TEST(HopperGradients, ExpandedGradient) {
   device.forward(attention, device.call());
   ConstTensorView expanded = device.dout.view();
   expanded.strides[1] = 0;
-  attention.backward(device.q.view(), device.k.view(), device.v.view(), device.out.view(), device.lse.view(), expanded,
-                     device.dq.output(), device.dk.output(), device.dv.output(), device.call());
+  CallReport report;
+  const auto run = [&](const std::string& kernel) {
+    Options options = c.options;
+    options.kernel = kernel;
+    Call call = device.call();
+    call.report = &report;
+    Attention(c.pattern, options)
+        .backward(device.q.view(), device.k.view(), device.v.view(), device.out.view(), device.lse.view(), expanded,
+                  device.dq.output(), device.dk.output(), device.dv.output(), call);
+  };
+  run("");
+  EXPECT_EQ(report.kernel, "cuda-mma");
+  EXPECT_THROW(run("hopper-wgmma"), Unsupported);
   const Results& got = device.download();
   for (const auto& [name, actual, expected] :
        {std::tuple{"dq", &got.dq, &want.dq}, {"dk", &got.dk, &want.dk}, {"dv", &got.dv, &want.dv}}) {

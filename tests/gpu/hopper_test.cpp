@@ -154,7 +154,8 @@ TEST(HopperValues, NaNStaysInItsStrand) {
   }
 }
 
-/// Inputs whose rows or entries repeat (strides of 0) are computed too, if not by the copy engine.
+/// Inputs whose rows or entries repeat (strides of 0) are computed too, if not by the copy engine: another kernel takes
+/// them, and one that was asked for by name refuses them.
 TEST(HopperValues, ExpandedInputs) {
   LONGSPAN_NEEDS_HOPPER(Pass::forward);
   const Case c(Pattern::dense(), with(false), {1, 300, 2, 2, 64}, DType::bf16);
@@ -167,8 +168,19 @@ TEST(HopperValues, ExpandedInputs) {
     view.strides[0] = 0;
     return view;
   };
-  Attention(c.pattern, c.options)
-      .forward(expand(device.q.view()), expand(device.k.view()), expand(device.v.view()), out.output());
+  CallReport report;
+  const auto run = [&](const Options& options) {
+    Attention(c.pattern, options)
+        .forward(expand(device.q.view()), expand(device.k.view()), expand(device.v.view()), out.output(), {},
+                 {.report = &report});
+  };
+  Options unnamed = c.options;
+  unnamed.kernel.clear();
+  run(unnamed);
+  EXPECT_EQ(report.kernel, "cuda-mma");
+  Options named = c.options;
+  named.kernel = "hopper-wgmma";
+  EXPECT_THROW(run(named), Unsupported);
   expect_success(cudaDeviceSynchronize());
   for (std::int64_t entry = 0; entry < 2; ++entry) {
     ConstTensorView half = out.view();

@@ -13,8 +13,5 @@ Verdict fits(const Plan& plan);
 /// Host memory or another GPU's handed over as a tensor of this one, and calls cancelled before they start.
 void check_pointers(const ForwardArguments& arguments);
 void check_pointers(const BackwardArguments& arguments);
-/// What cuda-mma does.
-void forward_matrix(const ForwardArguments& arguments);
-void backward_matrix(const BackwardArguments& arguments);
 
 }  // namespace longspan::cuda

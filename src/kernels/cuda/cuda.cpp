@@ -215,6 +215,8 @@ void check_pointers(const BackwardArguments& a) {
   check_pointer("dlse", a.call.dlse);
 }
 
+namespace {
+
 void forward_matrix(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
@@ -232,8 +234,6 @@ void forward_matrix(const ForwardArguments& a) {
     check(arithmetic.forward(launch, features, stream_of(a)), "starting the forward kernel");
   });
 }
-
-namespace {
 
 void forward_simt_call(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
@@ -261,7 +261,6 @@ void backward_simt_call(const BackwardArguments& a) {
 /// Backward with matrix units: deltas; dk and dv, and dq with them; conversion. `deterministic` takes dq in a pass of
 /// its own and launches what adds to the same rows one after the other.
 void backward_shaped(const BackwardArguments& a, bool compact) {
-  if (!has_key_sums(a)) return backward_simt_call(a);
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
   const Arithmetic& arithmetic = arithmetic_of(a.plan);
@@ -312,18 +311,24 @@ void backward_shaped(const BackwardArguments& a, bool compact) {
 
 void backward_compact(const BackwardArguments& a) { backward_shaped(a, true); }
 
-}  // namespace
-
 void backward_matrix(const BackwardArguments& a) { backward_shaped(a, false); }
 
-namespace {
+Verdict accepts_backward(const BackwardArguments& a) {
+  if (has_key_sums(a)) return yes();
+  return no(
+      "adds up dk and dv over query ranges where their rows are not as many as tokens, here are {} ranges of {} rows",
+      a.ranges.size(), a.q.rows());
+}
 
 std::size_t matrix_workspace(const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; }
 
 }  // namespace
 
-const Kernel kMatrix = {"cuda-mma", can_run_matrix, matrix_workspace, forward_matrix, backward_matrix, true};
-const Kernel kCompact = {"cuda-mma-compact", can_run_compact, matrix_workspace, forward_matrix, backward_compact, true};
+const Kernel kMatrix = {"cuda-mma",      can_run_matrix, matrix_workspace, forward_matrix,
+                        backward_matrix, true,           nullptr,          accepts_backward};
+const Kernel kCompact = {
+    "cuda-mma-compact", can_run_compact, matrix_workspace, forward_matrix, backward_compact, true, nullptr,
+    accepts_backward};
 const Kernel kSimt = {"cuda-simt", can_run_simt,
                       [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
                       forward_simt_call, backward_simt_call};

@@ -82,6 +82,12 @@ Verdict can_run(const Plan& plan, Pass pass) {
   return yes();
 }
 
+Verdict accepts_forward(const ForwardArguments& a) {
+  HopperLaunch launch;
+  if (make_maps(launch, a, choose(a.plan))) return yes();
+  return no("{}", kNoMap);
+}
+
 void forward(const ForwardArguments& a) {
   const cuda::DeviceGuard guard(a.q.device.index);
   const Problem& problem = a.plan.problem();
@@ -89,7 +95,7 @@ void forward(const ForwardArguments& a) {
   HopperLaunch launch{};
   if (problem.batch == 0 || problem.tokens == 0 || problem.query_rows == 0) return;
   cuda::check_pointers(a);
-  if (!make_maps(launch, a, choice)) return cuda::forward_matrix(a);  // rows that repeat or run backwards in memory
+  if (!make_maps(launch, a, choice)) throw Unsupported(fmt::format("hopper-wgmma {}", kNoMap));
   const bool counts = !takes_turns(a.plan);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
   cuda::for_each_launch(a, {.rows = choice.groups * kGroupRows, .restores = true}, true, [&](cuda::Launch& base) {
@@ -177,6 +183,7 @@ std::string to_string(const Choice& choice) {
                      choice.columns, choice.stages);
 }
 
-const Kernel kKernel = {"hopper-wgmma", can_run, workspace_bytes, forward, backward};
+const Kernel kKernel = {"hopper-wgmma", can_run, workspace_bytes, forward,
+                        backward,       false,   accepts_forward, accepts_backward};
 
 }  // namespace longspan::hopper

@@ -15,6 +15,7 @@ std::string to_string(const Choice& choice);
 
 Verdict can_run_backward(const Plan& plan);
 std::size_t backward_workspace_bytes(const Plan& plan);
+Verdict accepts_backward(const BackwardArguments& arguments);
 void backward(const BackwardArguments& arguments);
 
 }  // namespace longspan::hopper

@@ -230,9 +230,15 @@ Verdict can_run_backward(const Plan& plan) {
   return yes();
 }
 
-/// Tensors that the copy engine cannot address go to cuda-mma inside the call, so its workspace must fit too.
-std::size_t backward_workspace_bytes(const Plan& plan) {
-  return std::max(layout(plan).total, cuda::layout(plan, Pass::backward, true).total);
+std::size_t backward_workspace_bytes(const Plan& plan) { return layout(plan).total; }
+
+Verdict accepts_backward(const BackwardArguments& a) {
+  if (!cuda::has_key_sums(a) || !fits_workspace(a))
+    return no("takes as many query rows as tokens for the whole sequence, here are {} ranges", a.ranges.size());
+  // Lists of blocks go by tiles of queries on the strand's grid, as sums do where the queries are all rows.
+  if (has_masks(a.plan) && !is_whole(a)) return no("has gradients of block masks of all query rows at once");
+  BackwardLaunch launch;
+  return make_maps(launch, a) ? yes() : no("{}", kNoMap);
 }
 
 void backward(const BackwardArguments& a) {
@@ -244,12 +250,10 @@ void backward(const BackwardArguments& a) {
   PartsLaunch& parts = launch.parts;
   parts.lse = at(space.lse), parts.delta = at(space.delta), parts.sums = at(space.sums);
   parts.sum_columns = static_cast<int>(merged_columns(problem));
-  // Lists of blocks go by tiles of queries on the strand's grid, as sums do where the queries are all rows.
-  if (!cuda::has_key_sums(a) || !fits_workspace(a) || (masked && !is_whole(a)) || !make_maps(launch, a) ||
-      !make_sum_maps(launch, a.plan))
-    return cuda::backward_matrix(a);
   const cuda::DeviceGuard guard(a.q.device.index);
   cuda::check_pointers(a);
+  if (!make_maps(launch, a) || !make_sum_maps(launch, a.plan))
+    throw Unsupported(fmt::format("hopper-wgmma {}", kNoMap));
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
   const BackwardStarts& starts = problem.dtype == DType::bf16 ? kBackwardBf16 : kBackwardF16;
   const bool in_order = a.plan.options().deterministic;

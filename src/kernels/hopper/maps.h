@@ -6,6 +6,10 @@
 
 namespace longspan::hopper {
 
+/// Of tensors whose rows or heads repeat or run backwards in memory, or lie too far apart.
+inline constexpr const char* kNoMap =
+    "loads rows by the copy engine, which takes strides over 0 and below 2^40 bytes: pass contiguous tensors";
+
 /// What forward and backward need alike.
 Verdict fits(const Plan& plan);
 

@@ -17,7 +17,7 @@ ALLOWED = {
     "forward": {"R2UR": 0, "LDL": 0, "STL": 0},
     "forward by lists": {"R2UR": 3, "LDL": 0, "STL": 0},
     "backward": {"R2UR": 8, "LDL": 4, "STL": 2},
-    "wide backward": {"R2UR": 42, "LDL": 8, "STL": 2},  # its products have 16 steps
+    "wide backward": {"R2UR": 42, "LDL": 10, "STL": 4},  # its products have 16 steps
 }
 PRODUCT = "HGMMA"
 

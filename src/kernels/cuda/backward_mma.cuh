@@ -9,17 +9,18 @@
 //   dq       added to float32 accumulators by reductions, whose order is the only thing not fixed here
 #pragma once
 
+#include "kernels/cuda/closed_sums.cuh"
 #include "kernels/cuda/tile.cuh"
 
 namespace longspan::cuda {
 
-/// kCompact: half the keys and queries at a time, for GPUs with less than 100 KiB of shared memory in a block.
-template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kListsValue = kFeaturesValue,
-          bool kCompact = false>
+/// kCompact: half the keys and queries at a time, for GPUs with less than 100 KiB of shared memory in a block. kCloses:
+/// as in the forward.
+template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kListsValue, bool kCompact, bool kClosesValue>
 struct BackwardShape {
   using Math = MathValue;
   static constexpr int kColumns = kColumnsValue;
-  static constexpr bool kFeatures = kFeaturesValue, kLists = kListsValue;
+  static constexpr bool kFeatures = kFeaturesValue, kLists = kListsValue, kCloses = kClosesValue;
   static constexpr bool kLight = kColumns <= 64 || kWide<Math>;  // one warp has its keys' gradients in registers
   static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
   static constexpr int kKeyWarps = kCompact ? 2 : 4, kSplit = kLight ? 1 : 2;
@@ -190,128 +191,160 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
   const float scale_log2 = a.scale * kLog2E, dweight_scale = a.output_scale * a.dscore_scale;
   const PairRules rules(a, item, strand);
 
-  for (int tile = skipped; tile < tiles; ++tile) {
-    copy_wait<0>();
-    __syncthreads();
-    if (tile + 1 < tiles) load_queries(tile + 1);
-    const int stage = tile & 1;
-    const std::uint32_t q_tile = q_tiles + stage * Tile::kQueryBytes, do_tile = do_tiles + stage * Tile::kQueryBytes;
+  constexpr int kTilesOfSum = kRowsOfSum / kQueries, kTotals = kRowTiles * Tile::kWarpColumns / 2;
+  __shared__ int total_place;
+  const auto for_each_total = [&](float* totals, auto&& body) {
+#pragma unroll
+    for (int i = 0; i < kTotals; ++i) {
+      constexpr int kEach = Tile::kWarpColumns / 2;
+      body(totals[i * kThreads], dk[i / kEach][i % kEach / 4][i % 4]);
+      body(totals[(kTotals + i) * kThreads], dv[i / kEach][i % kEach / 4][i % 4]);
+    }
+  };
+  const auto add_to_totals = [&] {
+    for_each_total(find_totals(a, false, total_place), [](float& total, float& sum) { atomicAdd(&total, sum); });
+  };
+
+  // One loop in another: what closes sums is outside of the one that must be fast.
+  for (int tile = skipped; tile < tiles;) {
+    const int end_of_sum = Shape::kCloses ? min(tiles, (tile / kTilesOfSum + 1) * kTilesOfSum) : tiles;
+#pragma unroll 1
+    for (; tile < end_of_sum; ++tile) {
+      copy_wait<0>();
+      __syncthreads();
+      if (tile + 1 < tiles) load_queries(tile + 1);
+      const int stage = tile & 1;
+      const std::uint32_t q_tile = q_tiles + stage * Tile::kQueryBytes, do_tile = do_tiles + stage * Tile::kQueryBytes;
 
 #pragma unroll 1
-    for (int pass = 0; pass < Tile::kPasses; ++pass) {
-      constexpr int kBlocks = Shape::kPassQueries / 8;
-      const int pass_query = (pass * Shape::kSplit + part) * Shape::kPassQueries;
-      const int first_element = tile * kQueries + pass_query;  // of the sequence
-      // Two queries each, as accumulators have them: {lse, delta, lse, delta}.
-      const float4* const values = row_values + (stage * kQueries + pass_query) / 2 + lane % 4;
-      float p[kRowTiles][kBlocks][4], ds[kRowTiles][kBlocks][4];
-      multiply_rows<Math, kColumns>(p, k_tile, warp_key, q_tile, pass_query);
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        const float4 value = values[4 * n];
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float exponent = fmaf(p[m][n][i], scale_log2, i % 2 ? -value.z : -value.x);
-            if constexpr (kFeatures) {
-              const int query = sequence.row(first_element + n * 8) + (lane % 4) * 2 + i % 2;
-              exponent -= rules.bias(query, own_key + 16 * m + i / 2 * 8);
-            }
-            p[m][n][i] = fast_exp2(exponent);
-          }
-      }
-      const bool masked = listed ? first_element + Shape::kPassQueries > sequence.unmasked
-                                 : a.causal && sequence.row(first_element) < first_key + warp_key + Tile::kWarpKeys - 1;
-      if (kFeatures || ragged || masked) {
+      for (int pass = 0; pass < Tile::kPasses; ++pass) {
+        constexpr int kBlocks = Shape::kPassQueries / 8;
+        const int pass_query = (pass * Shape::kSplit + part) * Shape::kPassQueries;
+        const int first_element = tile * kQueries + pass_query;  // of the sequence
+        // Two queries each, as accumulators have them: {lse, delta, lse, delta}.
+        const float4* const values = row_values + (stage * kQueries + pass_query) / 2 + lane % 4;
+        float p[kRowTiles][kBlocks][4], ds[kRowTiles][kBlocks][4];
+        multiply_rows<Math, kColumns>(p, k_tile, warp_key, q_tile, pass_query);
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          const int first_query = sequence.row(first_element + n * 8) + (lane % 4) * 2;
+          const float4 value = values[4 * n];
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const int key = own_key + 16 * m + i / 2 * 8;
-              if (!(open >> (2 * m + i / 2) & 1) || (a.causal && key > first_query + i % 2) ||
-                  !sequence.meets(first_element + n * 8, key))
-                p[m][n][i] = 0.0f;
+              float exponent = fmaf(p[m][n][i], scale_log2, i % 2 ? -value.z : -value.x);
+              if constexpr (kFeatures) {
+                const int query = sequence.row(first_element + n * 8) + (lane % 4) * 2 + i % 2;
+                exponent -= rules.bias(query, own_key + 16 * m + i / 2 * 8);
+              }
+              p[m][n][i] = fast_exp2(least(exponent, 0.0f));
             }
         }
-      }
-      multiply_rows<Math, kColumns>(ds, v_tile, warp_key, do_tile, pass_query);
+        const bool masked = listed
+                                ? first_element + Shape::kPassQueries > sequence.unmasked
+                                : a.causal && sequence.row(first_element) < first_key + warp_key + Tile::kWarpKeys - 1;
+        if (kFeatures || ragged || masked) {
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        const float4 value = values[4 * n];
+          for (int n = 0; n < kBlocks; ++n) {
+            const int first_query = sequence.row(first_element + n * 8) + (lane % 4) * 2;
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
+            for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float factor = 1.0f;
-            if constexpr (kFeatures) {
-              const int query = sequence.row(first_element + n * 8) + (lane % 4) * 2 + i % 2;
-              factor = rules.factor(query, own_key + 16 * m + i / 2 * 8);
-            }
-            ds[m][n][i] = p[m][n][i] * fmaf(dweight_scale * factor, ds[m][n][i], i % 2 ? -value.w : -value.y);
-            p[m][n][i] *= factor;
+              for (int i = 0; i < 4; ++i) {
+                const int key = own_key + 16 * m + i / 2 * 8;
+                if (!(open >> (2 * m + i / 2) & 1) || (a.causal && key > first_query + i % 2) ||
+                    !sequence.meets(first_element + n * 8, key))
+                  p[m][n][i] = 0.0f;
+              }
           }
+        }
+        multiply_rows<Math, kColumns>(ds, v_tile, warp_key, do_tile, pass_query);
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const float4 value = values[4 * n];
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float factor = 1.0f;
+              if constexpr (kFeatures) {
+                const int query = sequence.row(first_element + n * 8) + (lane % 4) * 2 + i % 2;
+                factor = rules.factor(query, own_key + 16 * m + i / 2 * 8);
+              }
+              ds[m][n][i] = p[m][n][i] * fmaf(dweight_scale * factor, ds[m][n][i], i % 2 ? -value.w : -value.y);
+              p[m][n][i] *= factor;
+            }
+        }
+        const auto put = [&](std::uint32_t target, const float(&weights)[kRowTiles][kBlocks][4]) {
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+              for (int half = 0; half < 2; ++half)
+                store_pair<Math>(target + pair_offset<Math, Tile::kWeightPitch>(warp_key + lane / 4 + 16 * m + 8 * half,
+                                                                                pass_query / 8 + n),
+                                 weights[m][n][2 * half], weights[m][n][2 * half + 1]);
+        };
+        put(ds_tile, ds);
+        if constexpr (Shape::kSplit > 1) {
+          put(p_tile, p);
+        } else {
+          constexpr int kSteps = Shape::kPassQueries / kStepSize<Math>;
+          accumulate<Math, kPitch, kSteps>(
+              dv, [&](Fragment& f, int m, int step) { weights_of<Math>(f, p[m], step); }, do_tile, pass_query, 0);
+          accumulate<Math, kPitch, kSteps>(
+              dk, [&](Fragment& f, int m, int step) { weights_of<Math>(f, ds[m], step); }, q_tile, pass_query, 0);
+        }
       }
-      const auto put = [&](std::uint32_t target, const float(&weights)[kRowTiles][kBlocks][4]) {
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-          for (int n = 0; n < kBlocks; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-              store_pair<Math>(target + pair_offset<Math, Tile::kWeightPitch>(warp_key + lane / 4 + 16 * m + 8 * half,
-                                                                              pass_query / 8 + n),
-                               weights[m][n][2 * half], weights[m][n][2 * half + 1]);
-      };
-      put(ds_tile, ds);
-      if constexpr (Shape::kSplit > 1) {
-        put(p_tile, p);
-      } else {
-        constexpr int kSteps = Shape::kPassQueries / kStepSize<Math>;
-        accumulate<Math, kPitch, kSteps>(
-            dv, [&](Fragment& f, int m, int step) { weights_of<Math>(f, p[m], step); }, do_tile, pass_query, 0);
-        accumulate<Math, kPitch, kSteps>(
-            dk, [&](Fragment& f, int m, int step) { weights_of<Math>(f, ds[m], step); }, q_tile, pass_query, 0);
-      }
-    }
-    __syncthreads();
+      __syncthreads();
 
-    if constexpr (Shape::kSplit > 1) {
-      constexpr int kSteps = kQueries / kStepSize<Math>;
-      const int first_column = part * Tile::kWarpColumns;
-      accumulate<Math, kPitch, kSteps>(
-          dv, [&](Fragment& f, int m, int step) { load_a<Tile::kWeightPitch>(f, p_tile, warp_key + 16 * m, step); },
-          do_tile, 0, first_column);
-      accumulate<Math, kPitch, kSteps>(
-          dk, [&](Fragment& f, int m, int step) { load_a<Tile::kWeightPitch>(f, ds_tile, warp_key + 16 * m, step); },
-          q_tile, 0, first_column);
-    }
-    if (a.separate_dq) continue;
-    const int query_row = warp % Tile::kQueryRowWarps * Tile::kQueryRowTiles * 16,
-              query_column = warp / Tile::kQueryRowWarps * Tile::kQueryWarpColumns;
-    float dq[Tile::kQueryRowTiles][Tile::kQueryWarpColumns / 8][4];
-    clear(dq);
-    accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
-        dq,
-        [&](Fragment& f, int m, int step) {
-          load_a_transposed<Math, Tile::kWeightPitch>(f, ds_tile, step * kStepSize<Math>, query_row + 16 * m);
-        },
-        k_tile, 0, query_column);
+      if constexpr (Shape::kSplit > 1) {
+        constexpr int kSteps = kQueries / kStepSize<Math>;
+        const int first_column = part * Tile::kWarpColumns;
+        accumulate<Math, kPitch, kSteps>(
+            dv, [&](Fragment& f, int m, int step) { load_a<Tile::kWeightPitch>(f, p_tile, warp_key + 16 * m, step); },
+            do_tile, 0, first_column);
+        accumulate<Math, kPitch, kSteps>(
+            dk, [&](Fragment& f, int m, int step) { load_a<Tile::kWeightPitch>(f, ds_tile, warp_key + 16 * m, step); },
+            q_tile, 0, first_column);
+      }
+      if (a.separate_dq) continue;
+      const int query_row = warp % Tile::kQueryRowWarps * Tile::kQueryRowTiles * 16,
+                query_column = warp / Tile::kQueryRowWarps * Tile::kQueryWarpColumns;
+      float dq[Tile::kQueryRowTiles][Tile::kQueryWarpColumns / 8][4];
+      clear(dq);
+      accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
+          dq,
+          [&](Fragment& f, int m, int step) {
+            load_a_transposed<Math, Tile::kWeightPitch>(f, ds_tile, step * kStepSize<Math>, query_row + 16 * m);
+          },
+          k_tile, 0, query_column);
 #pragma unroll
-    for (int m = 0; m < Tile::kQueryRowTiles; ++m) {
-      add_rows(dq[m], a.columns, query_column, [&](int row) -> float* {
-        const int query = query_at(tile * kQueries + query_row + 16 * m + row);
-        if (query < 0) return nullptr;
-        return a.dq_sum +
-               a.packed_row(item.entry, queries.q_row + static_cast<std::int64_t>(query) * strand.stride, item.head) *
-                   a.columns;
-      });
+      for (int m = 0; m < Tile::kQueryRowTiles; ++m) {
+        add_rows(dq[m], a.columns, query_column, [&](int row) -> float* {
+          const int query = query_at(tile * kQueries + query_row + 16 * m + row);
+          if (query < 0) return nullptr;
+          return a.dq_sum +
+                 a.packed_row(item.entry, queries.q_row + static_cast<std::int64_t>(query) * strand.stride, item.head) *
+                     a.columns;
+        });
+      }
+    }
+    if (Shape::kCloses && tile < tiles) {
+      if (tile - kTilesOfSum <= skipped)
+        for_each_total(find_totals(a, true, total_place), [](float& total, float& sum) { total = sum; });
+      else add_to_totals();
+      clear(dk);
+      clear(dv);
     }
   }
 
+  if (Shape::kCloses && (tiles - 1) / kTilesOfSum * kTilesOfSum > skipped) {
+    add_to_totals();
+    for_each_total(find_totals(a, false, total_place), [](float& total, float& sum) { sum = __ldcg(&total); });
+    leave_totals(a, total_place);
+  }
   if (kLists && tiles == 0) copy_wait<0>();
   const int first_column = part * Tile::kWarpColumns;
   const float scales[2] = {a.sum_scale, a.output_scale};

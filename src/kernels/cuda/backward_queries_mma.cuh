@@ -76,8 +76,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   }
   float dq[1][kColumns / 8][4];
   clear(dq);
+  const auto add_queries = [&] {
+    add_rows(dq[0], a.columns, 0, [&](int row) -> float* {
+      if (warp_row + row >= rows) return nullptr;
+      return a.dq_sum + a.packed_row(item.entry, row_at(warp_row + row), item.head) * a.columns;
+    });
+  };
 
   for (int first = 0; first < keys.count; first += kKeys) {
+    if (first % kRowsOfSum == 0 && first > 0) {  // closed_sums.cuh
+      add_queries();
+      clear(dq);
+    }
     __syncthreads();
     if constexpr (kFeatures) {
       for_each_chunk<Math, kColumns, kKeys, kThreads, false>([&](int row, int chunk) {
@@ -113,16 +123,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
           factor = rules.factor(own, key);
           open = open && allowed[local] && keys.meets(first + n * 8, own);
         }
-        const float weight = open ? fast_exp2(exponent) : 0.0f;
+        const float weight = open ? fast_exp2(least(exponent, 0.0f)) : 0.0f;
         ds[0][n][i] = weight * fmaf(dweight_scale * factor, ds[0][n][i], -value.y);
       }
     accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
         dq, [&](Fragment& f, int, int step) { weights_of<Math>(f, ds[0], step); }, k_tile, 0, 0);
   }
-  add_rows(dq[0], a.columns, 0, [&](int row) -> float* {
-    if (warp_row + row >= rows) return nullptr;
-    return a.dq_sum + a.packed_row(item.entry, row_at(warp_row + row), item.head) * a.columns;
-  });
+  add_queries();
 }
 
 }  // namespace longspan::cuda

@@ -11,21 +11,32 @@ namespace longspan::cuda {
 template <class Math>
 inline constexpr int kWidestBackward = kWide<Math> ? 128 : 256;
 
+template <class Math, int kColumns, bool kFeatures, bool kLists, bool kCompact>
+cudaError_t start_backward_shape(const Launch& launch, cudaStream_t stream) {
+  const auto run = [&]<bool kCloses>() {
+    using Shape = BackwardShape<Math, kColumns, kFeatures, kLists, kCompact, kCloses>;
+    using Tile = BackwardTile<Shape>;
+    return start<&backward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
+  };
+  if constexpr (!kFeatures && !kLists) {
+    if (!launch.totals) return run.template operator()<false>();
+  }
+  return run.template operator()<true>();
+}
+
 template <class Math>
 cudaError_t start_backward(const Launch& launch, bool features, cudaStream_t stream) {
   const auto run = [&]<int kColumns, bool kFeatures, bool kLists = kFeatures>() {
-    using Shape = BackwardShape<Math, kColumns, kFeatures, kLists>;
-    using Tile = BackwardTile<Shape>;
+    using Tile = BackwardTile<BackwardShape<Math, kColumns, kFeatures, kLists, false, true>>;
     static_assert(Tile::kKeys == tile_rows(kWide<Math>, kColumns));
     static_assert(Tile::kSharedBytes <= backward_shared_bytes(kWide<Math>, kColumns));
-    return start<&backward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
+    return start_backward_shape<Math, kColumns, kFeatures, kLists, false>(launch, stream);
   };
   if constexpr (!kWide<Math>) {
     const auto run_compact = [&]<bool kFeatures>() {
-      using Shape = BackwardShape<Math, 128, kFeatures, kFeatures, true>;
-      using Tile = BackwardTile<Shape>;
+      using Tile = BackwardTile<BackwardShape<Math, 128, kFeatures, kFeatures, true, true>>;
       static_assert(Tile::kKeys == kCompactKeys && Tile::kSharedBytes <= kCompactBytes);
-      return start<&backward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
+      return start_backward_shape<Math, 128, kFeatures, kFeatures, true>(launch, stream);
     };
     if (launch.compact)
       return features || launch.listed ? run_compact.template operator()<true>()

@@ -198,6 +198,35 @@ bool wants_features(const Launch& launch) {
          launch.deltas || !(launch.scale > 0);
 }
 
+/// What cuda-mma keeps of closed sums (closed_sums.cuh), after what all CUDA kernels take of workspace.
+struct Totals {
+  static constexpr int kEach = 3;  // places for each multiprocessor, which runs that many blocks or fewer
+  std::size_t begin = 0, places = 0, end = 0;
+  int count = 0, floats = 0;
+
+  Totals(const Plan& plan, Pass pass) {
+    begin = places = end = layout(plan, pass, true).total;
+    if (longest_sum(plan) <= kRowsOfSum) return;
+    const Problem& problem = plan.problem();
+    const int width = problem.head_dim <= 64 ? 64 : problem.head_dim <= 128 ? 128 : 256;
+    floats = 2 * tile_rows(arithmetic_of(plan).wide, width) * width;
+    count = kEach * devices()[static_cast<std::size_t>(problem.device.index)].multiprocessors;
+    places += static_cast<std::size_t>(count) * static_cast<std::size_t>(floats) * sizeof(float);
+    end = places + static_cast<std::size_t>(count) * sizeof(unsigned);
+  }
+  /// Nobody has a place yet.
+  void clear(std::byte* workspace, cudaStream_t stream) const {
+    if (count > 0) check(cudaMemsetAsync(workspace + places, 0, end - places, stream), "clearing the table of totals");
+  }
+  void tell(Launch& launch, std::byte* workspace) const {
+    if (count == 0) return;
+    launch.totals = reinterpret_cast<float*>(workspace + begin);
+    launch.total_places = reinterpret_cast<unsigned*>(workspace + places);
+    launch.total_count = count;
+    launch.total_floats = floats;
+  }
+};
+
 Tiling tiling_of(const Plan& plan, bool by_keys, bool fills) {
   return {tile_rows(arithmetic_of(plan).wide, static_cast<int>(plan.problem().head_dim)), by_keys, fills, true};
 }
@@ -221,8 +250,11 @@ void forward_matrix(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
   const Arithmetic& arithmetic = arithmetic_of(a.plan);
+  const Totals totals(a.plan, Pass::forward);
+  totals.clear(a.workspace, stream_of(a));
   for_each_launch(a, tiling_of(a.plan, false, true), true, [&](Launch& launch) {
     if (launch.items == 0) return;
+    totals.tell(launch, a.workspace);
     const bool features = wants_features(launch);
     if (crowded(arithmetic.wide, launch, features))
       halve_last_tiles(launch, devices()[static_cast<std::size_t>(device_of(a))].multiprocessors, kCrowdedBlocks);
@@ -266,9 +298,12 @@ void backward_shaped(const BackwardArguments& a, bool compact) {
   const Arithmetic& arithmetic = arithmetic_of(a.plan);
   const bool in_order = a.plan.options().deterministic;
   const cudaStream_t stream = stream_of(a);
+  const Totals totals(a.plan, Pass::backward);
+  totals.clear(a.workspace, stream);
   bool prepared = false;
   Launch last{};
   const auto prepare = [&](Launch& launch) {
+    totals.tell(launch, a.workspace);
     if (!prepared) check(prepare_backward(launch, a.q.dtype, stream), "starting the preparation of backward");
     prepared = true;
     last = launch;
@@ -320,7 +355,7 @@ Verdict accepts_backward(const BackwardArguments& a) {
       a.ranges.size(), a.q.rows());
 }
 
-std::size_t matrix_workspace(const Plan& plan, Pass pass, int) { return layout(plan, pass, true).total; }
+std::size_t matrix_workspace(const Plan& plan, Pass pass, int) { return Totals(plan, pass).end; }
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 //            float32 and taken up by the next branch that covers it, in branch order: one sum, as defined
 #pragma once
 
+#include "kernels/cuda/closed_sums.cuh"
 #include "kernels/cuda/tile.cuh"
 
 namespace longspan::cuda {
@@ -15,12 +16,13 @@ namespace longspan::cuda {
 /// kFeatures: key_mask, ALiBi, dropout, pieces, unaligned rows, scales that are not positive, deltas. kLists: block
 /// masks. Head dims between those instantiated run with columns of zeros.
 /// kCrowded: three blocks on a multiprocessor, not two; for items of one length, of which small problems have a few.
-template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kListsValue = kFeaturesValue,
-          bool kCrowdedValue = false>
+/// kCloses: strands may be so long that sums are closed; a loop without has registers to spare for other things.
+template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kListsValue, bool kCrowdedValue,
+          bool kClosesValue>
 struct ForwardShape {
   using Math = MathValue;
   static constexpr int kColumns = kColumnsValue;
-  static constexpr bool kFeatures = kFeaturesValue, kLists = kListsValue;
+  static constexpr bool kFeatures = kFeaturesValue, kLists = kListsValue, kCloses = kClosesValue;
   static constexpr int kWarps = 4;
   static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
   static constexpr bool kSmall = !kWide<Math> && !kFeatures && (kColumns <= 48 || kCrowdedValue);
@@ -94,6 +96,36 @@ struct ForwardTile {
     for_each_row([&](int m, int half) { sum[m][half] += total[m][half]; });
   }
 
+  /// Adds totals of closed sums (closed_sums.cuh), which were summed up relative to maxima of their time.
+  __device__ __forceinline__ void add_totals(const float* totals) {
+    for_each_row([&](int m, int half) {
+      const float* const of_row = totals + (m * 2 + half) * (2 + kColumns / 4) * kThreads;
+      const float factor = fast_exp2(of_row[0] - base_of(largest[m][half]));
+      sum[m][half] = fmaf(of_row[kThreads], factor, sum[m][half]);
+#pragma unroll
+      for (int i = 0; i < kColumns / 4; ++i) {
+        float& value = out[m][i / 2][2 * half + i % 2];
+        value = fmaf(of_row[(2 + i) * kThreads], factor, value);
+      }
+    });
+  }
+  /// Puts sums down as totals and begins new ones.
+  __device__ __forceinline__ void close_sums(float* totals, bool first) {
+    if (!first) add_totals(totals);
+    for_each_row([&](int m, int half) {
+      float* const of_row = totals + (m * 2 + half) * (2 + kColumns / 4) * kThreads;
+      of_row[0] = largest[m][half];
+      of_row[kThreads] = sum[m][half];
+      sum[m][half] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kColumns / 4; ++i) {
+        float& value = out[m][i / 2][2 * half + i % 2];
+        of_row[(2 + i) * kThreads] = value;
+        value = 0.0f;
+      }
+    });
+  }
+
   template <class Body>
   __device__ __forceinline__ static void for_each_row(Body&& body) {
 #pragma unroll
@@ -137,6 +169,7 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
   constexpr bool kMerges = kRowTiles == Shape::kRowTiles;  // half tiles never do
   extern __shared__ __align__(128) char shared[];
   __shared__ std::uint8_t allowed[2][kFeatures ? kKeys : 1];
+  __shared__ int total_place;
   const DeviceBranch& branch = a.branches[item.branch];
   const int length = a.length(item.entry);
   const StrandRows strand = branch.strand(item.head, item.segment, length);
@@ -251,7 +284,7 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
   const bool biased = kFeatures && (a.alibi || !(a.scale > 0));
 
   const int last_key = kLists ? keys.count : end_of_keys();
-  for (int first = 0; first < last_key; first += kKeys) {
+  const auto take_keys = [&](int first) {
     const int stage = Shape::kStages > 1 ? first / kKeys & 1 : 0;
     const std::uint32_t k_tile = k_tiles + stage * Tile::kKeyBytes, v_tile = v_tiles + stage * Tile::kKeyBytes;
     const bool more = first + kKeys < last_key;
@@ -326,6 +359,22 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
     }
     accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
         tile.out, [&](Fragment& f, int m, int step) { weights_of<Math>(f, tile.scores[m], step); }, v_tile, 0, 0);
+  };
+  if constexpr (Shape::kCloses) {  // one loop in another: what closes sums is outside of the one that must be fast
+    for (int first = 0; first < last_key;) {
+      const int end_of_sum = min(last_key, first + kRowsOfSum);
+#pragma unroll 1
+      for (; first < end_of_sum; first += kKeys) take_keys(first);
+      if (first >= last_key) break;
+      const bool opens = first == kRowsOfSum;
+      tile.close_sums(find_totals(a, opens, total_place), opens);
+    }
+  } else {
+    for (int first = 0; first < last_key; first += kKeys) take_keys(first);
+  }
+  if (Shape::kCloses && last_key > kRowsOfSum) {
+    tile.add_totals(find_totals(a, false, total_place));
+    leave_totals(a, total_place);
   }
 
   if (kLists && keys.count == 0) {  // Q still loads where results go

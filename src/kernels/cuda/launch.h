@@ -14,6 +14,7 @@ inline constexpr int kMaxWork = 24;
 inline constexpr int kMaxRanges = 8;
 inline constexpr int kMaxPieces = 8;
 inline constexpr int kFillRows = 256;
+inline constexpr int kRowsOfSum = 65536;   // keys, or queries of a key, after whose last whole tile sums are closed
 inline constexpr int kCounterWords = 256;  // of a stream (counters.h)
 
 /// A tensor [batch, row, head, column]; strides in elements.
@@ -92,6 +93,9 @@ struct Launch {
   unsigned* ticket;    // next item, when items must start in order; next whole tile and next other item (halves)
   unsigned* finished;  // items done per range, entry and head
   unsigned* leaving;   // see counters.h; null: nothing has to be left at zero
+  float* totals;       // of closed sums (closed_sums.cuh): places of total_floats each, which blocks take and give back
+  unsigned* total_places;  // whether they are taken
+  int total_count, total_floats;
   float scale, output_scale, keep_factor;
   float dscore_scale, sum_scale;  // backward: their product is scale; see prepare.cpp
   std::uint32_t drop_threshold;

@@ -209,6 +209,23 @@ bool has_long_columns(const BlockMask& mask) {
   return *static_cast<const bool*>(found.get());
 }
 
+std::int64_t most_listed_rows(const BlockMask& mask) {
+  constexpr std::uint64_t kKey = ~std::uint64_t{1};
+  static constexpr std::int64_t kTile = 256;  // rows, or more than any kernel's tile has
+  const auto found = KeptBesideMask::get(mask, kKey, [](const BlockMask& of) -> std::shared_ptr<const void> {
+    if (!of.why_no_lists().empty())  // a plan that can be printed only
+      return std::make_shared<const std::int64_t>(std::numeric_limits<std::int64_t>::max());
+    std::size_t longest = 0;
+    for (std::int64_t head = 0; head < of.heads(); ++head) {
+      for (std::int64_t block = 0; block < of.blocks(); ++block)
+        longest = std::max({longest, of.row(head, block).size(), of.column(head, block).size()});
+    }
+    return std::make_shared<const std::int64_t>(static_cast<std::int64_t>(longest) *
+                                                std::max<std::int64_t>(of.block_size(), kTile));
+  });
+  return *static_cast<const std::int64_t*>(found.get());
+}
+
 std::uint64_t lists_uploaded() { return uploads.load(); }
 
 BlockLists lists_of(const BlockMask& mask, const ListShape& shape, int device, bool captured) {

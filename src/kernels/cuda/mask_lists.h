@@ -36,6 +36,8 @@ BlockLists view_of(const HostLists& lists, const BlockMask& mask, const ListShap
 
 /// Whether some key block is seen by so many block rows that its list is worth splitting.
 bool has_long_columns(const BlockMask& mask);
+/// Rows that the list of a tile of rows has at most, or that of a tile of keys.
+std::int64_t most_listed_rows(const BlockMask& mask);
 
 /// The lists of a mask on the current GPU. `captured`: a graph will read them, so they stay until the process ends.
 BlockLists lists_of(const BlockMask& mask, const ListShape& shape, int device, bool captured);

@@ -359,16 +359,38 @@ bool covers_everything(const Plan& plan) {
   return std::all_of(branches.begin(), branches.end(), dense);
 }
 
+namespace {
+
+/// Whether calls make a branch's mask. A cached plan has to answer as the plan of a call does, so theirs count as long
+/// ones.
+bool made_by_calls(const Plan& plan, std::size_t branch) {
+  const auto& blocks = plan.pattern().branches()[branch].mask;
+  const bool drawn = plan.problem().has_lengths && blocks && blocks->depends_on_length(plan.options().causal);
+  return plan.branches()[branch].adaptive_density > 0 || drawn;
+}
+
+}  // namespace
+
 bool splits_lists(const Plan& plan) {
   if (plan.options().deterministic) return false;
-  // A cached plan has to answer as the plan of a call does, so masks that calls make count as long ones.
   for (std::size_t b = 0; b < plan.branches().size(); ++b) {
-    const BranchPlan& branch = plan.branches()[b];
-    const auto& blocks = plan.pattern().branches()[b].mask;
-    const bool drawn = plan.problem().has_lengths && blocks && blocks->depends_on_length(plan.options().causal);
-    if (branch.mask && (branch.adaptive_density > 0 || drawn || has_long_columns(*branch.mask))) return true;
+    const auto& mask = plan.branches()[b].mask;
+    if (mask && (made_by_calls(plan, b) || has_long_columns(*mask))) return true;
   }
   return false;
+}
+
+std::int64_t longest_sum(const Plan& plan) {
+  const std::int64_t tokens = plan.problem().tokens;
+  std::int64_t longest = 0;
+  for (std::size_t b = 0; b < plan.branches().size(); ++b) {
+    const BranchPlan& branch = plan.branches()[b];
+    if (!branch.active(tokens)) continue;
+    const std::int64_t strand = branch_of(branch).longest_strand(tokens);
+    const bool listed = branch.mask && strand > kRowsOfSum && !made_by_calls(plan, b);
+    longest = std::max(longest, listed ? std::min(strand, most_listed_rows(*branch.mask)) : strand);
+  }
+  return longest;
 }
 
 bool sums_keys(const Plan& plan, std::size_t ranges) {

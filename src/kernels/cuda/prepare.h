@@ -27,6 +27,10 @@ struct Workspace {
               dk = 0, dv = 0, total = 0;
 };
 
+/// Rows that a row of out, or of dk, sums up at most: those of the longest strand or list of blocks. Beyond kRowsOfSum
+/// of them sums are closed, which takes workspace.
+std::int64_t longest_sum(const Plan& plan);
+
 /// Offsets of everything a call may need. `matrix`: the matrix-unit kernels, which add up across items.
 Workspace layout(const Plan& plan, Pass pass, bool matrix);
 

@@ -139,16 +139,37 @@ struct SimtCall {
   }
 };
 
-/// Calls body(key_index, attended, k_row, v_row) with a key per lane, for the keys of a row in one branch.
-template <class T, class Body>
+/// A sum over a long strand: what was added since kRowsOfSum rows were closed, and what was closed.
+struct LongSum {
+  float now[kPerLane] = {}, closed[kPerLane] = {};
+  __device__ __forceinline__ void close() {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      closed[i] += now[i];
+      now[i] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      now[i] *= factor;
+      closed[i] *= factor;
+    }
+  }
+};
+
+/// Calls body(key_index, attended, k_row, v_row) with a key per lane, for the keys of a row in one branch, and close()
+/// where sums are to be closed.
+template <class T, class Body, class Close>
 __device__ __forceinline__ void for_each_keys(const SimtCall& call, int entry, int head, const SimtRow& row, int lane,
-                                              Body&& body) {
+                                              Body&& body, Close&& close) {
   const int kv_head = head / (call.a.heads / call.a.kv_heads);
   const bool listed = call.a.lists[row.branch].places;
   BlockWalk walk;
   if (listed) walk = walk_of(call.a, row, entry, head, 0, row.end);
   const int count = listed ? walk.rows() : row.end;
   for (int first = 0; first < count; first += kLanes) {
+    if (first % kRowsOfSum == 0 && first > 0) close();
     const int x = first + lane, key = x < count && listed ? walk.row(x) : x;
     const int position = row.strand.start + key * row.strand.stride;
     bool attended = x < count && key < row.end && call.a.allowed(entry, position);
@@ -177,16 +198,22 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
   load_shared(q, row_of<T>(a.q, entry, row, head), a.columns, lane);
   __syncwarp();
 
-  float largest = -LONGSPAN_INFINITY, sum = 0.0f, out[kPerLane] = {};
+  float largest = -LONGSPAN_INFINITY, sum = 0.0f, closed_sum = 0.0f;
+  LongSum out;
   const auto base = [&] { return largest == -LONGSPAN_INFINITY ? 0.0f : largest; };
   const auto raise = [&](float to) {
     if (!(to > largest)) return;
     const float correction = expf(largest - to);
     largest = to;
-    if (sum == 0.0f) return;
+    if (sum == 0.0f && closed_sum == 0.0f) return;
     sum *= correction;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) out[i] *= correction;
+    closed_sum *= correction;
+    out.scale(correction);
+  };
+  const auto close = [&] {
+    closed_sum += sum;
+    sum = 0.0f;
+    out.close();
   };
   SimtRow found;
   for (int b = 0; b < a.branch_count; ++b) {
@@ -203,16 +230,19 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
           weight *= call.factor(b, entry, head, position, key);
           for (unsigned left = any; left; left &= left - 1) {
             const int source = __ffs(left) - 1;
-            add_weighted(out, __shfl_sync(~0u, weight, source), pointer_of_lane(v_row, source), a.columns, lane);
+            add_weighted(out.now, __shfl_sync(~0u, weight, source), pointer_of_lane(v_row, source), a.columns, lane);
           }
-        });
+        },
+        close);
     if (found.padding > 0) {
       raise(fmaxf(largest, 0.0f));
       sum += static_cast<float>(found.padding) * expf(-base());
     }
   }
+  close();
+  sum = closed_sum;
   T* const target = reinterpret_cast<T*>(a.out.data) + a.out.offset(entry, row, head);
-  store_row(target, out, sum == 0.0f ? 0.0f : a.output_scale / sum, a.columns, lane);
+  store_row(target, out.closed, sum == 0.0f ? 0.0f : a.output_scale / sum, a.columns, lane);
   if (a.lse && lane == 0) a.lse[a.lse_offset(entry, row, head)] = sum == 0.0f ? -LONGSPAN_INFINITY : base() + logf(sum);
 }
 
@@ -244,7 +274,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
   float* const deltas = a.delta + a.packed_row(entry, row, head) * (a.detached ? a.branch_count : 1);
   if (!a.detached && lane == 0) *deltas = delta;
 
-  float dq[kPerLane] = {};
+  LongSum dq;
   SimtRow found;
   for (int b = 0; b < a.branch_count && lse != -LONGSPAN_INFINITY; ++b) {
     if (!find_row(a, b, head, position, length, found)) continue;
@@ -265,7 +295,8 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
             const float weight = attended ? expf(score - largest) : 0.0f;
             sum = sum * correction + warp_sum(weight);
             product = product * correction + warp_sum(weight * weighted);
-          });
+          },
+          [] {});
       if (found.padding > 0) {
         const float highest = fmaxf(largest, 0.0f), correction = expf(largest - highest);
         sum = sum * correction + static_cast<float>(found.padding) * expf(-highest);
@@ -282,15 +313,17 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
             const float score =
                 a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
             const float dweight = a.output_scale * dot_row(dout, v_row, a.columns, a.aligned);
-            dscore = expf(score - lse) * (call.factor(b, entry, head, position, key) * dweight - delta);
+            dscore = expf(least(score - lse, 0.0f)) * (call.factor(b, entry, head, position, key) * dweight - delta);
           }
           for (unsigned left = any; left; left &= left - 1) {
             const int source = __ffs(left) - 1;
-            add_weighted(dq, __shfl_sync(~0u, dscore, source), pointer_of_lane(k_row, source), a.columns, lane);
+            add_weighted(dq.now, __shfl_sync(~0u, dscore, source), pointer_of_lane(k_row, source), a.columns, lane);
           }
-        });
+        },
+        [&] { dq.close(); });
   }
-  store_row(reinterpret_cast<T*>(a.dq.data) + a.dq.offset(entry, row, head), dq, a.scale, a.columns, lane);
+  dq.close();
+  store_row(reinterpret_cast<T*>(a.dq.data) + a.dq.offset(entry, row, head), dq.closed, a.scale, a.columns, lane);
 }
 
 /// dk and dv of each key row: every head of its group, every branch, every range, in that order.
@@ -305,7 +338,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
             entry = static_cast<int>(flat / a.tokens / a.kv_heads);
   const int length = a.length(entry), group = a.heads / a.kv_heads;
   float *const k = own_rows[warp][0], *const v = own_rows[warp][1];
-  float dk[kPerLane] = {}, dv[kPerLane] = {};
+  LongSum dk, dv;
   const char *k_row = nullptr, *v_row = nullptr;
   if (key < length && a.allowed(entry, key)) a.key_row(entry, kv_head, key, sizeof(T), k_row, v_row);
   if (k_row) {
@@ -324,6 +357,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
           const int skip = a.causal ? max(0, found.own - queries.begin) : 0;  // queries before it do not see a key
           const int count = listed ? walk.rows() : queries.count;
           for (int first = listed ? 0 : skip; first < count; first += kLanes) {
+            if (first / kRowsOfSum > (first - kLanes) / kRowsOfSum) dk.close(), dv.close();
             const int x = first + lane, local = x < count && listed ? walk.row(x) - queries.begin : x;
             const std::int64_t row = queries.q_row + static_cast<std::int64_t>(local) * found.strand.stride;
             const T *q_row = nullptr, *do_row = nullptr;
@@ -335,7 +369,8 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
                 do_row = row_of<T>(a.dout, entry, row, head);
                 const int position = found.strand.start + (queries.begin + local) * found.strand.stride;
                 const float score = a.scale * dot_row(k, q_row, a.columns, a.aligned) - call.bias(head, position, key);
-                const float probability = expf(score - lse), factor = call.factor(b, entry, head, position, found.own);
+                const float probability = expf(least(score - lse, 0.0f)),
+                            factor = call.factor(b, entry, head, position, found.own);
                 const float delta =
                     a.delta[a.packed_row(entry, row, head) * (a.detached ? a.branch_count : 1) + (a.detached ? b : 0)];
                 weight = probability * factor;
@@ -344,22 +379,24 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
             }
             for (unsigned left = __ballot_sync(~0u, q_row != nullptr); left; left &= left - 1) {
               const int source = __ffs(left) - 1;
-              add_weighted(dk, __shfl_sync(~0u, dscore, source), pointer_of_lane(q_row, source), a.columns, lane);
-              add_weighted(dv, __shfl_sync(~0u, weight, source), pointer_of_lane(do_row, source), a.columns, lane);
+              add_weighted(dk.now, __shfl_sync(~0u, dscore, source), pointer_of_lane(q_row, source), a.columns, lane);
+              add_weighted(dv.now, __shfl_sync(~0u, weight, source), pointer_of_lane(do_row, source), a.columns, lane);
             }
           }
         }
       }
     }
   }
+  dk.close(), dv.close();
   if (a.piece_gradients) {
     if (!k_row) return;
-    add_row(a.gradient_row(entry, kv_head, key, false), dk, a.scale, a.columns, lane);
-    add_row(a.gradient_row(entry, kv_head, key, true), dv, a.output_scale, a.columns, lane);
+    add_row(a.gradient_row(entry, kv_head, key, false), dk.closed, a.scale, a.columns, lane);
+    add_row(a.gradient_row(entry, kv_head, key, true), dv.closed, a.output_scale, a.columns, lane);
     return;
   }
-  store_row(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(entry, key, kv_head), dk, a.scale, a.columns, lane);
-  store_row(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(entry, key, kv_head), dv, a.output_scale, a.columns, lane);
+  store_row(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(entry, key, kv_head), dk.closed, a.scale, a.columns, lane);
+  store_row(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(entry, key, kv_head), dv.closed, a.output_scale, a.columns,
+            lane);
 }
 
 }  // namespace longspan::cuda

@@ -242,11 +242,13 @@ __device__ __forceinline__ void clear(float (&sums)[kRowTiles][kBlocks][4]) {
       for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
 }
 
-/// sums = rows a_row .. of one tile times rows b_row .. of another, over kColumns.
+/// sums = rows a_row .. of one tile times rows b_row .. of another, over kColumns. Matrix units truncate what they add:
+/// exact float32 of wide heads is added up step by step, or scores would be too small by up to their last six bits.
 template <class Math, int kColumns, int kRowTiles, int kBlocks>
 __device__ __forceinline__ void multiply_rows(float (&sums)[kRowTiles][kBlocks][4], std::uint32_t a_tile, int a_row,
                                               std::uint32_t b_tile, int b_row) {
   constexpr int kPitch = pitch_of<Math>(kColumns);
+  constexpr bool kExact = std::is_same_v<Math, SplitFloat> && kColumns > 128;
   clear(sums);
 #pragma unroll
   for (int step = 0; step < kColumns / kStepSize<Math>; ++step) {
@@ -259,8 +261,18 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[kRowTiles][kBlocks][
       load_b_transposed<kPitch>(b, b_tile, b_row + n * 16, step);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        multiply_add<Math>(sums[m][2 * n], a[m], b[0], b[1]);
-        multiply_add<Math>(sums[m][2 * n + 1], a[m], b[2], b[3]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float(&sum)[4] = sums[m][2 * n + i];
+          if constexpr (kExact) {
+            float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            multiply_add<Math>(part, a[m], b[2 * i], b[2 * i + 1]);
+#pragma unroll
+            for (int each = 0; each < 4; ++each) sum[each] += part[each];
+          } else {
+            multiply_add<Math>(sum, a[m], b[2 * i], b[2 * i + 1]);
+          }
+        }
       }
     }
   }

@@ -102,17 +102,23 @@ cudaError_t with_columns(int columns, bool lists, Body&& body) {
 
 template <class T>
 cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
-  const auto start = [&]<class S>() {
+  const auto start_shape = [&]<class S>() {
     return start_early<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
+  };
+  const auto start = [&]<int kColumns, bool kLists, bool kMerges>() {
+    using S = BackwardShape<T, kColumns, kLists, kMerges>;
+    if constexpr (S::kClosesApart) {
+      if (launch.totals) return start_shape.template operator()<BackwardShape<T, kColumns, kLists, kMerges, true>>();
+    }
+    return start_shape.template operator()<S>();
   };
   return with_columns(launch.parts.base.columns, launch.parts.lists, [&]<int kColumns>() {
     if (launch.parts.lists) {
-      if constexpr (kColumns == 64 || kColumns == 128)
-        return start.template operator()<BackwardShape<T, kColumns, true>>();
+      if constexpr (kColumns == 64 || kColumns == 128) return start.template operator()<kColumns, true, false>();
       else return cudaErrorInvalidValue;
     }
-    if (launch.parts.base.merges) return start.template operator()<BackwardShape<T, kColumns, false, true>>();
-    return start.template operator()<BackwardShape<T, kColumns>>();
+    if (launch.parts.base.merges) return start.template operator()<kColumns, false, true>();
+    return start.template operator()<kColumns, false, false>();
   });
 }
 template <class T>

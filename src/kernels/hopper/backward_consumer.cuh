@@ -15,6 +15,7 @@ struct BackwardConsumer {
   using T = typename S::Element;
   static constexpr int kColumns = S::kColumns, kQueries = S::kQueries, kBlocks8 = kQueries / 8;
   static constexpr int kOwn = S::kOwnColumns;
+  static constexpr int kTilesOfSum = cuda::kRowsOfSum / kQueries;
   // Named barriers. "Read" is arrived at by one group and waited for by the other: both pass kWritten once in a tile,
   // so nobody can arrive twice before the other has waited.
   static constexpr int kWritten = 1, kRead = 2, kGroup = 4, kItem = 6;
@@ -148,16 +149,17 @@ struct BackwardConsumer {
       if (8 * j + 1 < lower) scores[4 * j + 3] = -LONGSPAN_INFINITY;
     }
   }
-  /// scores become P, of some blocks of 8 queries.
+  /// scores become P, of some blocks of 8 queries. Scores may come out above lse by rounding, which large ones would
+  /// turn into weights that overflow.
   __device__ __forceinline__ void exponentiate(int first, int last, float factor) {
     const std::uint32_t lse = memory.lse(q.stage) + lane % 4 * 8;
 #pragma unroll
     for (int j = first; j < last; ++j) {
       const float2 shift = load_pair(lse + j * 32);
-      scores[4 * j] = fast_exp2(fmaf(scores[4 * j], factor, shift.x));
-      scores[4 * j + 1] = fast_exp2(fmaf(scores[4 * j + 1], factor, shift.y));
-      scores[4 * j + 2] = fast_exp2(fmaf(scores[4 * j + 2], factor, shift.x));
-      scores[4 * j + 3] = fast_exp2(fmaf(scores[4 * j + 3], factor, shift.y));
+      scores[4 * j] = fast_exp2(cuda::least(fmaf(scores[4 * j], factor, shift.x), 0.0f));
+      scores[4 * j + 1] = fast_exp2(cuda::least(fmaf(scores[4 * j + 1], factor, shift.y), 0.0f));
+      scores[4 * j + 2] = fast_exp2(cuda::least(fmaf(scores[4 * j + 2], factor, shift.x), 0.0f));
+      scores[4 * j + 3] = fast_exp2(cuda::least(fmaf(scores[4 * j + 3], factor, shift.y), 0.0f));
     }
   }
 
@@ -310,16 +312,65 @@ struct BackwardConsumer {
     return true;
   }
 
+  // As in the forward (consumer.cuh), sums of kTilesOfSum tiles of queries are closed and added up in float32, in
+  // memory, thread by thread.
+  __device__ __forceinline__ float* totals() const {
+    const int consumer = cuda::computed_here((blockIdx.x * 2 + group) * kOwn * kGroupThreads + thread);
+    return a.totals + consumer;
+  }
+  __device__ __forceinline__ void close_sums(bool first) {
+    float* const place = totals();
+#pragma unroll
+    for (int j = 0; j < kOwn / 2; ++j) {
+      if (first) {
+        place[j * kGroupThreads] = dvalues[j];
+        place[(kOwn / 2 + j) * kGroupThreads] = dkeys[j];
+      } else {  // by reductions, since there are no registers to load totals to
+        add_one(place + j * kGroupThreads, dvalues[j]);
+        add_one(place + (kOwn / 2 + j) * kGroupThreads, dkeys[j]);
+      }
+    }
+    add = 0;
+  }
+  /// dV and dK from there, number by number: registers that changed here would have to be moved about in the loop.
+  __device__ __forceinline__ void write_totals(const BackwardTask& task, bool sums) const {
+    const cuda::Launch& base = a.parts.base;
+    const float* const place = totals();
+#pragma unroll 1
+    for (int i = 0; i < kOwn; ++i) {
+      const bool keys = i >= kOwn / 2;
+      const int row = group * S::kGroupStep + own_row() + i / 2 % 2 * 8,
+                column = own_column() + i % (kOwn / 2) / 4 * 8 + lane % 4 * 2 + i % 2;
+      if (row >= task.keys || column >= base.columns) continue;
+      const float value = __ldcg(place + i * kGroupThreads) * (keys ? base.sum_scale : base.output_scale);
+      const std::int64_t position = task.position + static_cast<std::int64_t>(row) * task.stride;
+      if (sums) {
+        const std::int64_t packed =
+            (static_cast<std::int64_t>(task.entry) * base.kv_heads + task.kv_head) * base.tokens + position;
+        add_one((keys ? base.dk_sum : base.dv_sum) + packed * base.columns + column, value);
+      } else {
+        const cuda::Rows& target = keys ? base.dk : base.dv;
+        reinterpret_cast<T*>(target.data)[target.offset(task.entry, position, task.kv_head) + column] =
+            cuda::from_float<T>(value);
+      }
+    }
+  }
+
   /// dV and dK leave through the item's own tiles of V and K.
   __device__ __forceinline__ void write_keys(const typename S::Item& task, std::uint32_t stage_of_keys) {
     const cuda::Launch& base = a.parts.base;
     const int rows = task.keys - group * S::kGroupStep;
     bool sums = base.sum_keys;
     if constexpr (S::kLists) sums = sums || task.split;
-    const bool halved = task.pair >= 0, boxes = !sums && !halved && rows >= kGroupRows;
+    // Never with halves. `tile` may be the next item's.
+    const bool totals = S::kCloses && (task.tiles - 1) / kTilesOfSum * kTilesOfSum > task.first_tile;
+    const bool halved = task.pair >= 0, boxes = !sums && !halved && !totals && rows >= kGroupRows;
     const std::uint32_t keys_tile = memory.keys(stage_of_keys), values_tile = memory.values(stage_of_keys);
     sync_threads(kItem, kBoth);  // dQ of both groups has read all of K
-    if (sums) {
+    if (S::kCloses && totals) {
+      close_sums(false);
+      write_totals(task, sums);
+    } else if (sums) {
       add_to_sums(dvalues, base.output_scale, base.dv_sum, task);
       add_to_sums(dkeys, base.sum_scale, base.dk_sum, task);
     } else if (!halved || join(task)) {
@@ -446,6 +497,8 @@ struct BackwardConsumer {
         }
         if (!more) break;
         add = 0;
+      } else if (S::kCloses && tile % kTilesOfSum == 0) {
+        close_sums(tile - kTilesOfSum <= task.first_tile);
       }
     }
     hand_on();

@@ -89,6 +89,7 @@ struct alignas(128) BackwardLaunch {
   unsigned first_ticket;  // launches before this one left the counter there
   unsigned halved;  // the last so many items are two each, with half of the queries: they fill the last round of blocks
   float* halves;    // what these leave for one another
+  float* totals;    // of closed sums of dk and dv, for each consumer; null where no strand is that long
   int told_tiles;   // deterministic: tiles of queries that one block tells the next of at a time
   unsigned together;  // deterministic: strands of all works, where each of them is one chunk; 0: work after work
   CUtensorMap sums[kMaxMaps];  // of dq, where branches share rows

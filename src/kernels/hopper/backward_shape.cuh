@@ -7,10 +7,13 @@
 namespace longspan::hopper {
 
 /// kLists: queries are those that lists of a block mask name (backward_lists.cuh). kMerges: branches share rows, and
-/// one row of sums of dq.
-template <class T, int kColumnsValue, bool kListsValue = false, bool kMergesValue = false>
+/// one row of sums of dq. kCloses: sums of long strands are closed.
+template <class T, int kColumnsValue, bool kListsValue = false, bool kMergesValue = false, bool kClosesValue = false>
 struct BackwardShape {
   static constexpr bool kLists = kListsValue, kMerges = kMergesValue;
+  // What closes sums is compiled apart where a loop around it has more moves or spilled registers.
+  static constexpr bool kClosesApart = kColumnsValue == 64 || kColumnsValue > 128;
+  static constexpr bool kCloses = kClosesValue || !kClosesApart;
   using Element = T;
   static constexpr int kColumns = kColumnsValue;
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;

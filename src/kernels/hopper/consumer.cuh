@@ -21,6 +21,7 @@ template <class S>
 struct Consumer {
   using T = typename S::Element;
   static constexpr int kColumns = S::kColumns, kKeys = S::kKeys;
+  static constexpr int kTilesOfSum = cuda::kRowsOfSum / kKeys;
 
   const HopperLaunch& a;
   const Memory<S> memory;
@@ -300,6 +301,47 @@ struct Consumer {
     if constexpr (S::kLists) clear_values_after_end(note);
   }
 
+  // Tensor cores truncate what they add, so a running sum loses half a unit of its last place with every product. Sums
+  // of kTilesOfSum tiles, counted from the strand's start (with lists: from the list's end), are therefore closed and
+  // added up in float32. Row sums close a tile later than values, whose last product comes with the next tile's scores.
+  // Totals are in memory, thread by thread: maxima, row sums, values.
+
+  /// Whether sums of this item have been closed by its end.
+  __device__ __forceinline__ bool has_totals() const { return end_tile > kTilesOfSum && !idle; }
+  __device__ __forceinline__ float* total(int index) const {
+    const int group_of_all = (blockIdx.x * S::kStreams + stream) * S::kGroups + group;
+    return a.totals + (static_cast<std::int64_t>(group_of_all) * S::kTotals + index) * kGroupThreads + thread;
+  }
+  __device__ __forceinline__ void close_sums(bool first) {
+    if (!first) {
+      add_total_sums();
+      add_total_values();
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      *total(half) = largest[half];
+      *total(2 + half) = sum[half];
+      sum[half] = 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns / 2; ++j) *total(4 + j) = out[j];
+    add = 0;
+  }
+  /// Adds the totals to row sums; what takes values to the same maximum is left in the place of the maxima.
+  __device__ __forceinline__ void add_total_sums() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor = fast_exp2(*total(half) - finite(largest[half]));
+      *total(half) = factor;
+      sum[half] = fmaf(*total(2 + half), factor, sum[half]);
+    }
+  }
+  __device__ __forceinline__ void add_total_values() {
+    const float factor[2] = {*total(0), *total(1)};
+#pragma unroll
+    for (int j = 0; j < kColumns / 2; ++j) out[j] = fmaf(*total(4 + j), factor[j / 2 % 2], out[j]);
+  }
+
   /// The whole sum of each row, keys that stand for padding included.
   __device__ __forceinline__ void finish_sums(const Task& task, float (&correction)[2]) {
     const int padding = task.padding;
@@ -386,7 +428,8 @@ struct Consumer {
 
   /// Rows go out through the group's own Q tile: a whole tile by the copy engine, others row by row.
   __device__ __forceinline__ void write(const typename S::Item& task, std::uint32_t number, std::uint32_t tile,
-                                        float (&factor)[2]) {
+                                        bool totals, float (&factor)[2]) {
+    if (totals) add_total_values();
     const int warp = thread / kWarpThreads, warp_row = warp * 16, row = warp_row + lane / 4;
     const int rows = task.rows - first_row;
     unsigned finished = (row < rows) | (row + 8 < rows) << 1;
@@ -439,11 +482,36 @@ struct Consumer {
     commit_stores();
   }
 
+  /// All tiles of an item but its last, whose scores came with the item before. The last values of a sum are added in
+  /// the turn of the tile below it.
+  __device__ __forceinline__ void other_tiles(float factor) {
+    if constexpr (S::kLists) {  // one loop: in two, stages would leave the uniform registers
+      for (int tile = end_tile - 2; tile >= 0; --tile) {
+        const int first = tile + 2;
+        if (first % kTilesOfSum == 0 && first < end_tile) close_sums(first + kTilesOfSum >= end_tile);
+        if constexpr (S::kPasses) {
+          if (pass()) continue;
+        }
+        next_tile(tile, factor);
+      }
+    } else {
+      for (int tile = end_tile - 2; tile >= first_tile;) {
+        const int first = static_cast<int>((tile + 1u) / kTilesOfSum * kTilesOfSum);
+        const int end = uniform(max(first - 1, first_tile));
+#pragma unroll 1
+        for (; tile >= end; --tile) next_tile(tile, factor);
+        if (first > first_tile) close_sums(first + kTilesOfSum >= end_tile);
+      }
+    }
+  }
+
   /// Ends an item and begins the next: its first Q K^T runs while this one's rows are written.
   __device__ __forceinline__ bool end_and_begin(float factor) {
     const auto& task = tasks[taken % kTaskSlots][packed_index];
     const std::uint32_t slot = q.stage, tile = q_tile;
     const int unneeded = skipped_after;
+    const bool totals = has_totals();
+    if (totals) add_total_sums();
     await_value();
     const std::uint32_t last = v.stage;
     multiply_values();
@@ -480,7 +548,7 @@ struct Consumer {
     products_wait<1>();
     pin(out);
     if (!early) release_value(last);
-    write(task, taken - 1, tile, correction);
+    write(task, taken - 1, tile, totals, correction);
     products_wait<0>();
     pin(scores);
     if (more) first_softmax(factor);
@@ -510,12 +578,7 @@ struct Consumer {
     }
     // No product is in flight where branches meet: the assembler would serialise all of them.
     while (more) {
-      for (int tile = end_tile - 2; tile >= first_tile; --tile) {
-        if constexpr (S::kPasses) {
-          if (pass()) continue;
-        }
-        next_tile(tile, factor);
-      }
+      other_tiles(factor);
       more = end_and_begin(factor);
     }
     if (thread == 0) wait_stores();

@@ -68,10 +68,27 @@ bool suits_wide_tiles(const Plan& plan) {
   return rows(256) * kSlower < rows(192);
 }
 
+struct Space {
+  std::size_t ticket = 0, totals = 0, total = 0;
+};
+
+/// What the forward takes after what all CUDA kernels take.
+Space layout(const Plan& plan) {
+  Space space;
+  space.ticket = space.totals = cuda::layout(plan, Pass::forward, true).total;
+  if (!takes_turns(plan) && !plan.merges_branches()) space.totals += 256;
+  space.total = space.totals;
+  const Choice choice = choose(plan);
+  if (cuda::longest_sum(plan) > cuda::kRowsOfSum / choice.keys * choice.keys) {
+    const std::size_t consumers =
+        static_cast<std::size_t>(multiprocessors(plan.problem()) * choice.streams * choice.groups * kGroupThreads);
+    space.total += consumers * static_cast<std::size_t>(total_floats(choice.columns)) * sizeof(float);
+  }
+  return space;
+}
+
 std::size_t workspace_bytes(const Plan& plan, Pass pass, int) {
-  if (pass == Pass::backward) return backward_workspace_bytes(plan);
-  const std::size_t shared = cuda::layout(plan, pass, true).total;
-  return shared + (takes_turns(plan) || plan.merges_branches() ? 0 : 256);
+  return pass == Pass::backward ? backward_workspace_bytes(plan) : layout(plan).total;
 }
 
 Verdict can_run(const Plan& plan, Pass pass) {
@@ -96,7 +113,9 @@ void forward(const ForwardArguments& a) {
   if (problem.batch == 0 || problem.tokens == 0 || problem.query_rows == 0) return;
   cuda::check_pointers(a);
   if (!make_maps(launch, a, choice)) throw Unsupported(fmt::format("hopper-wgmma {}", kNoMap));
-  const bool counts = !takes_turns(a.plan);
+  const Space space = layout(a.plan);
+  const bool counts = space.totals > space.ticket || a.plan.merges_branches();
+  if (space.total > space.totals) launch.totals = reinterpret_cast<float*>(a.workspace + space.totals);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
   cuda::for_each_launch(a, {.rows = choice.groups * kGroupRows, .restores = true}, true, [&](cuda::Launch& base) {
     if (base.items == 0) return;
@@ -118,7 +137,7 @@ void forward(const ForwardArguments& a) {
         std::min<std::int64_t>(multiprocessors(problem), (std::max(taken, launch.fill_items) + streams - 1) / streams));
     launch.ticket = base.ticket;
     if (counts && !launch.ticket) {
-      const auto own = reinterpret_cast<unsigned*>(a.workspace + cuda::layout(a.plan, Pass::forward, true).total);
+      const auto own = reinterpret_cast<unsigned*>(a.workspace + space.ticket);
       const cuda::Counters counters = cuda::resting_counters({stream, 1, own, sizeof(unsigned)});
       launch.base.leaving = counters.leaving;
       launch.ticket = counters.first;

@@ -47,7 +47,8 @@ int tile_keys(const Problem& problem) { return problem.head_dim <= 128 ? kKeyTil
 int halved_items(const Plan& plan) {
   constexpr int kBlocks = 2 * kMostHalved;
   const Problem& problem = plan.problem();
-  if (plan.options().causal || problem.query_rows != problem.tokens || has_masks(plan) || cuda::sums_keys(plan, 1))
+  if (plan.options().causal || problem.query_rows != problem.tokens || has_masks(plan) || cuda::sums_keys(plan, 1) ||
+      cuda::longest_sum(plan) > cuda::kRowsOfSum)
     return 0;
   const double items = plan.items(tile_keys(problem));
   if (items >= kFewRounds * kBlocks) return 0;
@@ -56,7 +57,8 @@ int halved_items(const Plan& plan) {
 }
 
 struct Space {
-  std::size_t lse = 0, delta = 0, sums = 0, turns = 0, ticket = 0, joined = 0, halves = 0, dk = 0, dv = 0, total = 0;
+  std::size_t lse = 0, delta = 0, sums = 0, turns = 0, ticket = 0, joined = 0, halves = 0, totals = 0, dk = 0, dv = 0,
+              total = 0;
 };
 
 Space layout(const Plan& plan) {
@@ -78,6 +80,8 @@ Space layout(const Plan& plan) {
     take(space.joined, size(kMostHalved * kWarpsOfKeys));
     take(space.halves, size(std::int64_t{halved} * 2 * 2 * tile_keys(problem) * sum_columns(plan)));
   }
+  if (cuda::longest_sum(plan) > cuda::kRowsOfSum)  // dk and dv of each block's tile of keys
+    take(space.totals, size(std::int64_t{multiprocessors(problem)} * 2 * tile_keys(problem) * sum_columns(plan)));
   if (plan.options().deterministic) take(space.turns, size(rows / kSumTileRows * 2));
   if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
     const std::int64_t keys = problem.batch * problem.kv_heads * problem.tokens * problem.head_dim;
@@ -262,6 +266,7 @@ void backward(const BackwardArguments& a) {
   const int halved = halved_items(a.plan);
   parts.joined = halved > 0 ? reinterpret_cast<unsigned*>(at(space.joined)) : nullptr;
   launch.halves = at(space.halves);
+  launch.totals = space.totals > 0 ? at(space.totals) : nullptr;
   bool cleared = false;
   std::int64_t rows_left = problem.query_rows;
   parts.lists = masked;

@@ -12,11 +12,15 @@
 namespace longspan::hopper {
 
 inline constexpr int kMaxMaps = 16;
+inline constexpr int kGroupThreads = 128;
 inline constexpr int kGroupRows = 64;         // query rows of a warp group, and of a box of q and out
 inline constexpr int kBlockColumns = 64;      // columns of a box: 128 bytes, which is what the swizzle spans
 inline constexpr int kWidestWithZeros = 128;  // head dim up to which shared memory has room for a box of zeros
 
 inline constexpr int kNearEntries = 32;  // of a list that are brought to shared memory with the item
+
+/// Floats that a consumer thread keeps of sums that were closed: two maxima, two row sums, two rows of values.
+constexpr int total_floats(int columns) { return 4 + columns / 2; }
 
 struct alignas(128) HopperLaunch {
   CUtensorMap q[kMaxMaps], k[kMaxMaps], v[kMaxMaps], out[kMaxMaps];
@@ -26,6 +30,7 @@ struct alignas(128) HopperLaunch {
   unsigned* ticket;     // next item; null: items are dealt out in turn
   unsigned items;       // of the work table, without those that fill
   unsigned fill_items;  // by rows, where boxes of zeros do not fit the pattern
+  float* totals;        // of closed sums, for each consumer (consumer.cuh); null where no strand is that long
   int packed;           // items that a block takes at a time: more than one where strands are short
   int ahead;            // items that a block looks up before their turn
   int query_group;      // heads that share a head of k and v

@@ -11,7 +11,6 @@ namespace longspan::hopper {
 
 using cuda::kWarpThreads;
 
-inline constexpr int kGroupThreads = 128;
 inline constexpr int kTaskSlots = 4;
 
 /// kMerges: several branches may share rows, which are then handed from one to the next.
@@ -47,6 +46,7 @@ struct Shape {
   // by 32 bytes, so that four of them are in different banks.
   static constexpr bool kHoldsState = kMerges && kColumns <= 64;
   static constexpr std::uint32_t kStateRow = kColumns * 4 + 32;
+  static constexpr int kTotals = total_floats(kColumns);
   using Item = std::conditional_t<kLists, ListTask, Task>;
   using Tasks = Item[kTaskSlots][kMerges || kLists ? 1 : kGroups];
   using Notes = int[kLists ? kStages : 1];

@@ -113,6 +113,13 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
+/// The lesser, or NaN if either is.
+__device__ __forceinline__ float least(float x, float y) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(least) : "f"(x), "f"(y));
+  return least;
+}
+
 __device__ __forceinline__ unsigned load_acquire(const unsigned* pointer) {
   unsigned value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(pointer) : "memory");

@@ -150,6 +150,10 @@ __device__ __forceinline__ void store_global(void* place, uint4 value) {
                : "memory");
 }
 
+/// Adds a float to memory.
+__device__ __forceinline__ void add_one(float* target, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(target), "f"(x) : "memory");
+}
 /// Adds two floats to memory aligned to 8 bytes.
 __device__ __forceinline__ void add_two(float* target, float x, float y) {
   asm volatile("red.global.add.v2.f32 [%0], {%1,%2};\n" ::"l"(target), "f"(x), "f"(y) : "memory");

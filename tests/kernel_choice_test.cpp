@@ -23,7 +23,9 @@ TEST(KernelChoice, APlanNamesItsKernelAndWhatOthersSay) {
     }
     EXPECT_EQ(plan->why_no_kernel(pass), "");
     // A plan that no Attention made says the same.
-    EXPECT_EQ(Plan(c.pattern, {}, plan->problem()).kernel_name(pass), plan->kernel_name(pass));
+    const Plan own(c.pattern, {}, plan->problem());
+    EXPECT_EQ(own.kernel_name(pass), plan->kernel_name(pass));
+    EXPECT_EQ(own.workspace_bytes(pass), plan->workspace_bytes(pass));
   }
   const auto refused = Attention(c.pattern, {.kernel = "cuda-mma"}).plan(plan->problem());
   EXPECT_EQ(refused->kernel_name(Pass::forward), "");

@@ -24,8 +24,9 @@ std::vector<KernelVerdict> Plan::kernel_verdicts(Pass pass) const {
 }
 
 std::size_t Plan::workspace_bytes(Pass pass) const {
+  const auto choice = KernelChoice::of(*this);
   std::size_t most = 0;
-  for (const Kernel* kernel : KernelChoice::of(*this)->of(pass))
+  for (const Kernel* kernel : choice->of(pass))
     most = std::max(most, kernel->workspace_bytes(*this, pass, num_threads()));
   return most;
 }

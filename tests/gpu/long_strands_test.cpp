@@ -40,8 +40,9 @@ std::vector<std::string> kernels_for(const Pattern& pattern, Options options, co
   return names;
 }
 
-/// What rounding may leave of a result of 1.
-double tolerance_of(DType dtype) { return dtype == DType::f32 ? 1e-5 : dtype == DType::f16 ? 6e-4 : 2e-3; }
+/// What rounding may leave of a result of 1. Tensor cores truncate what they add: up to 2^-23 for each of the 4,096
+/// products of 16 keys in a sum, 4.9e-4. Rounding the result to float16 adds half a unit of its last place, 4.9e-4.
+double tolerance_of(DType dtype) { return dtype == DType::f32 ? 1e-5 : dtype == DType::f16 ? 1e-3 : 2e-3; }
 
 struct Sequence {
   const char* name;
@@ -200,7 +201,8 @@ TEST_P(ManyQueries, GradientsOfKeysLoseNothingInSums) {
         worst[0] = std::max(worst[0], compare(dv, want.dv, column));
       worst[1] = std::max(worst[1], compare(dk, want.dk, 0));  // in other columns queries have both signs
     }
-    EXPECT_LE(worst[0], 6e-4) << kernel << " dv";
+    // Weights are rounded to float16 (2^-11, for all queries alike), then as tolerance_of says.
+    EXPECT_LE(worst[0], 1e-3) << kernel << " dv";
     EXPECT_LE(worst[1], 1e-3) << kernel << " dk";
     std::printf("  %s: dv %.2e dk %.2e\n", kernel.c_str(), worst[0], worst[1]);
   }

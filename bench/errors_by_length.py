@@ -98,11 +98,19 @@ def expected_under_rows(tensors: list[Tensor]) -> dict[str, Tensor]:
     return {"dk": dk, "dv": dv}
 
 
-def errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    return {
-        name: float(f"{((got[name][: len(want)].double() - want).norm() / want.norm()).item():.3g}")
-        for name, want in expected.items()
-    }
+def errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float | None]:
+    """By quantity; None where a result is beyond what its type holds."""
+
+    def error(name: str, want: Tensor) -> float | None:
+        if want.abs().max() > torch.finfo(got[name].dtype).max:
+            return None
+        return float(f"{((got[name][: len(want)].double() - want).norm() / want.norm()).item():.3g}")
+
+    return {name: error(name, want) for name, want in expected.items()}
+
+
+def told(errors_of_one: dict[str, float | None]) -> str:
+    return "  ".join(f"{name} {'too large' if e is None else f'{e:.1e}'}" for name, e in errors_of_one.items())
 
 
 def measure(tokens: int, head_dim: int, dtype: torch.dtype, device: str, kernel: str | None) -> dict[str, object]:
@@ -139,8 +147,7 @@ def main() -> None:
             found = measure(tokens, arguments.head_dim, DTYPES[name], arguments.device, arguments.kernel)
             rows.append({"dtype": name, "tokens": tokens, "errors": found})
             for who, values in found.items():
-                told = "  ".join(f"{quantity} {error:.1e}" for quantity, error in values.items())
-                print(f"{name:9} {tokens:>9,} tokens, {who:9} {told}", flush=True)
+                print(f"{name:9} {tokens:>9,} tokens, {who:9} {told(values)}", flush=True)
     if arguments.json:
         command = " ".join(["python bench/errors_by_length.py", *without_folders(sys.argv[1:])])
         report = {**machine(), "command": command, "head_dim": arguments.head_dim, "rows": rows}

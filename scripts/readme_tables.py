@@ -208,7 +208,7 @@ def lengths_table() -> list[str]:
             continue
         for row in result(name)["rows"]:
             told = {
-                who: ", ".join(f"{values[q]:.1e}" for q in quantities if q in values)
+                who: ", ".join("too large" if values[q] is None else f"{values[q]:.1e}" for q in quantities if q in values)
                 for who, values in row["errors"].items()
             }
             lines.append(f"| {machine}, {row['dtype']} | {row['tokens']:,} | {told['longspan']} | {told['torch']} |")

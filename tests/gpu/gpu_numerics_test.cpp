@@ -16,8 +16,8 @@ std::int64_t not_finite(const Tensor& tensor) {
   return count;
 }
 
-/// Large scores come out above lse by rounding, which must not become a weight that overflows. Here lse is far too small,
-/// so that they do in every kernel: all weights are then 1.
+/// Large scores come out above lse by rounding, which must not become a weight that overflows. Here lse is far too
+/// small, so that they do in every kernel: all weights are then 1.
 TEST(GpuNumerics, ScoresAboveLseHaveFiniteGradients) {
   LONGSPAN_NEEDS_GPU();
   const Pattern masked = Pattern::block_sparse(BlockPattern::local_window(128, 64));

@@ -23,7 +23,7 @@ from longspan.bench.timing import machine, without_folders
 import torch
 from torch import Tensor
 
-ROWS, BLOCK, CHUNK = 32, 128, 65_536
+BLOCK, CHUNK = 128, 65_536
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -113,10 +113,10 @@ def told(errors_of_one: dict[str, float | None]) -> str:
     return "  ".join(f"{name} {'too large' if e is None else f'{e:.1e}'}" for name, e in errors_of_one.items())
 
 
-def measure(tokens: int, head_dim: int, dtype: torch.dtype, device: str, kernel: str | None) -> dict[str, object]:
-    tensors = inputs(ROWS, tokens, head_dim, dtype, device)
+def measure(tokens: int, rows: int, head_dim: int, dtype: torch.dtype, device: str, kernel: str | None) -> dict[str, object]:
+    tensors = inputs(rows, tokens, head_dim, dtype, device)
     expected = expected_over_keys(tensors)
-    ranges = [(tokens - ROWS, ROWS)]
+    ranges = [(tokens - rows, rows)]
     ours = gradients(lambda *qkv: lt.attention(*qkv, query_ranges=ranges, kernel=kernel), tensors)
     found = errors(ours, expected)
 
@@ -138,20 +138,26 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1 << power for power in range(14, 23, 2)])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=32, help="query rows that see all keys (default: 32)")
     parser.add_argument("--kernel", help="force a kernel by name")
     parser.add_argument("--json", type=Path, help="write everything here")
     arguments = parser.parse_args()
-    rows = []
-    for name in arguments.dtypes:
-        for tokens in arguments.lengths:
-            found = measure(tokens, arguments.head_dim, DTYPES[name], arguments.device, arguments.kernel)
-            rows.append({"dtype": name, "tokens": tokens, "errors": found})
+    report = {
+        **machine(),
+        "command": " ".join(["python bench/errors_by_length.py", *without_folders(sys.argv[1:])]),
+        "head_dim": arguments.head_dim,
+        "rows": [],
+    }
+    for tokens in arguments.lengths:
+        for name in arguments.dtypes:
+            found = measure(
+                tokens, arguments.rows, arguments.head_dim, DTYPES[name], arguments.device, arguments.kernel
+            )
+            report["rows"].append({"dtype": name, "tokens": tokens, "errors": found})
             for who, values in found.items():
                 print(f"{name:9} {tokens:>9,} tokens, {who:9} {told(values)}", flush=True)
-    if arguments.json:
-        command = " ".join(["python bench/errors_by_length.py", *without_folders(sys.argv[1:])])
-        report = {**machine(), "command": command, "head_dim": arguments.head_dim, "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            if arguments.json:  # what there is so far, should the longest not fit
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

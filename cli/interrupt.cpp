@@ -35,10 +35,11 @@ std::int64_t now() {
 /// A signal that comes well after the first means that the user does not want to wait; one that comes at once is an
 /// echo (both the terminal and a parent may send it).
 extern "C" void remember_signal(int number) {
-  if (!interrupted_flag.exchange(true)) {
+  std::int64_t first = 0;
+  if (first_signal_time.compare_exchange_strong(first, now())) {
     received_signal.store(number);
-    first_signal_time.store(now());
-  } else if (now() - first_signal_time.load() > kPatience) {
+    interrupted_flag.store(true);
+  } else if (now() - first > kPatience) {
     remove_temporaries();
     _exit(128 + number);
   }

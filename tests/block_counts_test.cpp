@@ -178,6 +178,25 @@ TEST(BlockCounts, StridesThatNoShortSumUnitesAreCountedFromLists) {
   EXPECT_FALSE(BlockCounts::of({16, pattern.terms(), {}, rows, 1, false}));
   const BlockMask small = pattern.mask(16 * 500, 1, false);
   EXPECT_EQ(small.count_blocks().value, static_cast<double>(small.active_blocks()));
+  EXPECT_LE(BlockCounts::at_least({16, pattern.terms(), {}, 16 * 500, 1, false}), small.count_blocks().value);
+  // Lists that no memory holds are refused before they are begun.
+  const BlockMask large = pattern.planned_mask(std::int64_t{1} << 32, 1, false);
+  EXPECT_NE(large.why_no_lists(), "");
+  EXPECT_THROW(large.count_blocks(), InvalidArgument);
+}
+
+// As above, with the strides of hierarchical rows: far rows that a sum leaves out count as near ones.
+TEST(BlockCounts, LevelsThatNoShortSumUnitesAreCountedFromLists) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> levels;
+  std::int64_t reach = 40;
+  for (const std::int64_t prime : {2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73})
+    levels.emplace_back(16 * prime, 2 * 16 * ++reach);
+  const BlockPattern pattern = BlockPattern::hierarchical(levels, 16);
+  const BlockRecipe recipe{16, pattern.terms(), {}, 16 * 60000, 1, false};
+  EXPECT_FALSE(BlockCounts::of(recipe));
+  const BlockMask mask = pattern.mask(recipe.rows, 1, false);
+  EXPECT_LE(BlockCounts::at_least(recipe), static_cast<double>(mask.active_blocks()));
+  EXPECT_GE(BlockCounts::at_least(recipe), 0.5 * static_cast<double>(mask.active_blocks()));
 }
 
 TEST(BlockMask, MakingListsStopsWhenTold) {

@@ -85,17 +85,18 @@ RegularBlocks::RegularBlocks(const BlockRecipe& recipe) : blocks_(recipe.blocks(
   for (const std::int64_t step : steps) {
     if (step >= blocks_ || std::any_of(kept.begin(), kept.end(), [&](std::int64_t one) { return step % one == 0; }))
       continue;
-    kept.push_back(step);
-    const auto before = multiples_;
-    add(multiples_, step, 1);
-    for (const auto& [multiple, coefficient] : before) {
+    auto with_step = multiples_;
+    add(with_step, step, 1);
+    for (const auto& [multiple, coefficient] : multiples_) {
       const std::int64_t common = common_multiple(multiple, step, blocks_);
-      if (common < blocks_) add(multiples_, common, -coefficient);
+      if (common < blocks_) add(with_step, common, -coefficient);
     }
-    if (multiples_.size() > kMostSummands) {
+    if (with_step.size() > kMostSummands) {
       closed_ = false;
-      return;
+      break;
     }
+    multiples_ = std::move(with_step);
+    kept.push_back(step);
   }
   std::sort(rates_.begin(), rates_.end());
   rates_.erase(std::unique(rates_.begin(), rates_.end()), rates_.end());
@@ -117,16 +118,16 @@ void RegularBlocks::make_rows(std::vector<std::pair<std::int64_t, std::int64_t>>
     const bool within = std::any_of(levels_.begin(), levels_.end(),
                                     [step = step](const auto& level) { return step % level.first == 0; });
     if (reach <= reach_ || within) continue;
-    levels_.emplace_back(step, reach);
     std::map<std::int64_t, std::int64_t> taken;
     for (const auto& [modulus, coefficient] : left) add(taken, common_multiple(modulus, step, beyond), coefficient);
+    if (rows_.size() + taken.size() > kMostSummands) {
+      closed_ = false;
+      break;
+    }
+    levels_.emplace_back(step, reach);
     for (const auto& [modulus, coefficient] : taken) {
       add(left, modulus, -coefficient);
       rows_.push_back({modulus, reach, coefficient});
-    }
-    if (rows_.size() > kMostSummands) {
-      closed_ = false;
-      return;
     }
   }
   for (const auto& [modulus, coefficient] : left) rows_.push_back({modulus, reach_, coefficient});
@@ -203,6 +204,10 @@ std::optional<BlockCounts> BlockCounts::of(const BlockRecipe& recipe) {
   const bool few = !counts.densities_.empty() && words <= kMostDrawn;
   if (few || !counts.regular_.closed()) return std::nullopt;
   return counts;
+}
+
+double BlockCounts::at_least(const BlockRecipe& recipe) {
+  return static_cast<double>(RegularBlocks(recipe).square(recipe.blocks()));
 }
 
 BlockCounts BlockCounts::expected(BlockRecipe recipe) {

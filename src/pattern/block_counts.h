@@ -21,7 +21,8 @@ class RegularBlocks {
  public:
   explicit RegularBlocks(const BlockRecipe& recipe);
 
-  /// Whether the sums below stay short: some sets of strides have very many common multiples.
+  /// Whether the sums below stay short and hold every term: some sets of strides have very many common multiples. Where
+  /// they do, some strides are left out, and the counts below are too low.
   bool closed() const { return closed_; }
   /// Active blocks among the first `n` block rows and key blocks.
   WideInteger square(std::int64_t n) const;
@@ -53,6 +54,8 @@ class BlockCounts {
   /// nullopt where the lists have to tell: custom masks, random blocks that are few enough to be drawn, and strides
   /// that no short sum unites.
   static std::optional<BlockCounts> of(const BlockRecipe& recipe);
+  /// Active blocks of one head that every list of this recipe holds, and perhaps more: known at once in every case.
+  static double at_least(const BlockRecipe& recipe);
   /// What is expected of a pattern's random terms, however few. Adaptive ones count as random, since they keep as many.
   static BlockCounts expected(BlockRecipe recipe);
 

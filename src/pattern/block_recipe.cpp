@@ -156,7 +156,7 @@ std::string why_no_lists(const BlockRecipe& recipe) {
   if (const std::string why = too_long(recipe); !why.empty()) return why;
   const auto heads = static_cast<double>(recipe.mask_heads());
   const auto counts = BlockCounts::of(recipe);
-  const double active = counts ? counts->blocks().value : 0;
+  const double active = counts ? counts->blocks().value : BlockCounts::at_least(recipe);
   // Every row has an offset, whatever it keeps.
   const double entries = heads * std::max(active, static_cast<double>(recipe.blocks()));
   return entries > static_cast<double>(kMostActive) ? too_many(recipe) : "";

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "longspan/attention.h"
 #include "ring/ring_check.h"
@@ -117,6 +118,19 @@ TEST(RingCheck, AcceptsRoundingAndRefusesAHundredth) {
     EXPECT_FALSE(wrong.ok()) << wrong.name << ' ' << wrong.over_tolerance;
     EXPECT_NE(wrong.worst.find("one device has"), std::string::npos) << wrong.worst;
     EXPECT_EQ(ring_checks(run, kTensors[(i + 1) % 5], 1.01, 100)[i].over_tolerance, 0) << "another tensor's error";
+  }
+}
+
+TEST(RingCheck, NumbersThatAreNotFiniteReachRankZeroAsAVerdict) {
+  const Finished run(DType::f32, false);
+  for (const double factor : {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+    const RingCheck wrong = ring_checks(run, &Workload::out, factor, 100)[0];
+    EXPECT_FALSE(wrong.ok());
+    const Json told = Json::parse(describe(wrong).dump());
+    for (const char* key : {"over_tolerance", "largest_error", "largest_difference"}) {
+      ASSERT_TRUE(told[key].is_number()) << key;
+      EXPECT_GT(told[key].get<double>(), 1e30) << key;
+    }
   }
 }
 

@@ -14,14 +14,16 @@
 
 #include "gpu/gpu.h"
 #include "interrupt.h"
+#include "longspan/machine.h"
 #include "longspan/threads.h"
 #include "util/parallel.h"
 
 namespace longspan::cli {
 namespace {
 
-constexpr int kRounds = 6;
-constexpr double kRoundSeconds = 0.05;
+// Many short rounds: some of them no other process disturbs.
+constexpr int kRounds = 60;
+constexpr double kRoundSeconds = 0.005;
 
 /// A vector type of GCC and Clang; wrapped, since the attribute would be lost on a template argument.
 template <class Element, int kBytes>
@@ -196,7 +198,8 @@ Peak measured_peak(Device device, DType dtype, std::string_view kernel) {
     return {found.gflops, found.source};
   }
   const Arithmetic arithmetic = arithmetic_of(kernel, dtype);
-  return {measure(products_of(arithmetic), num_threads()), source_of(arithmetic)};
+  // More threads than processors would be measured one after the other.
+  return {measure(products_of(arithmetic), std::min(num_threads(), cpu().usable)), source_of(arithmetic)};
 }
 
 }  // namespace longspan::cli

@@ -124,7 +124,7 @@ def refuse_names(function: str, given: Mapping[str, Any], others: Sequence[str] 
     for name in given:
         if name in NAMES or name in others:
             continue
-        known = [*NAMES, *others]
+        known = [*Arguments.__annotations__, *others]
         hint = f": give {_ELSEWHERE[name]}" if name in _ELSEWHERE else suggestion(name, known)
         if not hint:
             hint = f"; it has {', '.join(known)}"

@@ -23,6 +23,11 @@ def _dtype(array: Any) -> str:
     return str(getattr(array, "dtype", "")).rpartition(".")[2]
 
 
+def only_dlpack(array: Any) -> bool:
+    """Whether an array tells its shape by DLPack alone, which the library reads."""
+    return hasattr(array, "__dlpack__") and not hasattr(array, "shape") and not isinstance(array, type)
+
+
 class _Call:
     """The arrays of a call by role, each with the caller's name for it."""
 
@@ -139,6 +144,8 @@ def diagnosed(
     arguments of the call by name; others than arrays are not looked at. required: beside q, k and v."""
     call = _Call(arrays, heads_first, required)
     if "q" not in call.arrays or "k" not in call.arrays:
+        return error
+    if any(map(only_dlpack, call.arrays.values())):
         return error
     fault = next(call.faults(), None)
     if fault is not None:

@@ -68,6 +68,6 @@ def warn_once(key: str, message: str) -> None:
 
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
     """The same error in the caller's words: whole words of the message that are keys of names are replaced."""
-    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b(?! range)")
     message = pattern.sub(lambda match: names[match.group()], str(error))
     return InvalidArgument(message, names.get(error.argument or "", error.argument))

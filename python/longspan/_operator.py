@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from ._arguments import DATA_NAMES, DATA_SET, NAMES, Arguments, listed, refuse_names, check_seed
-from ._diagnosis import diagnosed
+from ._diagnosis import diagnosed, only_dlpack
 from ._errors import InvalidArgument, renamed
 from ._longspan import Attention, BlockPattern, Pattern
 from ._named import choice, flag
@@ -155,11 +155,16 @@ def rows_of(array: Any) -> Any:
     return with_contiguous_rows(array)
 
 
-def check_arrays(heads_first: bool, **arrays: Any) -> None:
-    """What calls look at before the library does."""
-    for array in arrays.values():
+def check_arrays(heads_first: bool, bare: Sequence[str] = (), **arrays: Any) -> None:
+    """What calls look at before the library does. bare: those of which the library reads what only DLPack tells."""
+    for name, array in arrays.items():
         shape, on_meta = getattr(array, "shape", None), getattr(array, "is_meta", False)
-        if not isinstance(shape, tuple) or len(shape) != 4 or not hasattr(array, "dtype") or on_meta:
+        if isinstance(shape, tuple) and len(shape) == 4 and hasattr(array, "dtype") and not on_meta:
+            continue
+        if only_dlpack(array) and name not in bare:
+            text = "has no shape that could be read: give an array that has, or arrays to fill for what is returned"
+            raise InvalidArgument(f"{name} {text}", name)
+        if not only_dlpack(array) and (shape is None or len(shape) != 4 or not hasattr(array, "dtype") or on_meta):
             error = InvalidArgument("arrays have 4 dimensions")
             raise diagnosed(error, arrays, heads_first, required=tuple(arrays))
 
@@ -218,7 +223,8 @@ def attention(q, k, v, pattern=None, *, return_lse=False, out=None, lse=None, la
         except InvalidArgument as error:
             raise _in_words_of(error, q="query", k="key", v="value") from None
     heads_first, return_lse = _heads_first(layout), flag("return_lse", return_lse)
-    check_arrays(heads_first, **arrays)
+    made = out is None or (return_lse and lse is None)  # like q
+    check_arrays(heads_first, ("k", "v") if made else ("q", "k", "v"), **arrays)
     operator, data, keywords = _made_call("attention", q, pattern, heads_first, arguments)
     result = _empty_like(q) if out is None else out
     sums = _empty_lse(q, heads_first) if return_lse and lse is None else lse
@@ -266,7 +272,8 @@ def attention_backward(
     check_seed(arguments)
     heads_first = _heads_first(layout)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
-    check_arrays(heads_first, **arrays)
+    filled = [name for name, grad in (("q", dq), ("k", dk), ("v", dv)) if grad is not None]
+    check_arrays(heads_first, ("out", "dout", *filled), **arrays)
     operator, data, keywords = _made_call("attention_backward", q, pattern, heads_first, arguments)
     given = {"dq": dq, "dk": dk, "dv": dv}
     inputs: Any = (q, k, v)

@@ -182,7 +182,7 @@ def as_pattern(pattern: Pattern | BlockPattern | BlockMask | str | None) -> Patt
     if isinstance(pattern, str):
         return noticed(parsed(pattern))
     if isinstance(pattern, Pattern):
-        return pattern
+        return noticed(pattern)
     if isinstance(pattern, (BlockPattern, BlockMask)):
         return Pattern.block_sparse(as_blocks(pattern))
     raise InvalidArgument(

@@ -192,6 +192,7 @@ def _make_forward(detached_mix: bool):
 # What makes a class torchscale's, whatever its module is called.
 _HELPERS = ("dense_to_sparse", "sparse_to_dense", "gathering", "scattering")
 _FORWARD = frozenset(inspect.signature(_make_forward(False)).parameters)
+_NEVER = ("longspan", "torch")  # packages whose own modules the new forward is made of
 _BASE, _BASE_ARGUMENTS = "MultiheadAttention", {"args", "embed_dim", "num_heads"}
 
 _replaced: dict[type[nn.Module], Any] = {}  # class -> its own forward
@@ -217,7 +218,7 @@ def _differences(cls: type[nn.Module]) -> list[str]:
 
 def _consider(cls: type[nn.Module], detached_mix: bool) -> None:
     """Takes the class over if it is torchscale's, and says so where it only has the name."""
-    if cls.__name__ != _CLASS_NAME or "forward" not in cls.__dict__ or cls.__module__.startswith("longspan."):
+    if cls.__name__ != _CLASS_NAME or "forward" not in cls.__dict__ or cls.__module__.partition(".")[0] in _NEVER:
         return
     differences = _differences(cls)
     if not differences:
@@ -256,7 +257,10 @@ def _watch(detached_mix: bool) -> None:
 
 def _by_hand(target: Any) -> type[nn.Module]:
     cls = getattr(target, _CLASS_NAME, None) if isinstance(target, ModuleType) else target
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and "forward" in cls.__dict__):
+    if (
+        not (isinstance(cls, type) and issubclass(cls, nn.Module) and "forward" in cls.__dict__)
+        or cls.__module__.partition(".")[0] in _NEVER
+    ):
         what = f"module {target.__name__}" if isinstance(target, ModuleType) else repr(target)
         raise InvalidArgument(
             f"target is {what}: give a copy of torchscale's {_CLASS_NAME}, or a module that has one", "target"

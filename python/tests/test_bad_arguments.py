@@ -275,10 +275,75 @@ def test_unknown_arguments_of_multihead_classes_too(name):
         getattr(lt, name)(16, 4, [8], [8], zero_stage=3)
 
 
+def test_unknown_arguments_are_listed_in_the_order_of_the_signature():
+    with pytest.raises(TypeError, match="no argument 'zzzz'; it has causal, scale, output_scale, dropout, seed, lengths, "):
+        longspan.attention(Q, Q, Q, zzzz=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "array", "key"), [(longspan.attention, Q, "k"), (longspan.attention, X, "k"), (lt.attention, X, "key")]
+)
+def test_query_ranges_are_called_so_whatever_the_query_is_called(function, array, key):
+    with pytest.raises(longspan.InvalidArgument, match=rf"^query range \(start 1, count 20\) .*: {key} has rows 0 to 19$"):
+        function(array, array, array, query_ranges=[(1, 20)])
+
+
+class OnlyDLPack:
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **keywords):
+        return self.array.__dlpack__(**keywords)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_arrays_may_tell_their_shape_by_dlpack_alone():
+    x, out = OnlyDLPack(Q), np.empty_like(Q)
+    np.testing.assert_array_equal(longspan.attention(Q, x, x, DILATED), OUT)
+    assert longspan.attention(x, x, x, DILATED, out=out) is out
+    np.testing.assert_array_equal(out, OUT)
+    grads = [np.empty_like(Q) for _ in range(3)]
+    longspan.attention_backward(x, x, x, OnlyDLPack(OUT), LSE, x, DILATED, **dict(zip(("dq", "dk", "dv"), grads)))
+    wanted = longspan.attention_backward(Q, Q, Q, OUT, LSE, Q, DILATED)
+    assert all(np.array_equal(one, other) for one, other in zip(grads, wanted))
+    with pytest.raises(longspan.InvalidArgument, match="^q has no shape that could be read"):
+        longspan.attention(x, x, x, DILATED)
+    with pytest.raises(longspan.InvalidArgument, match="^seed is None"):
+        longspan.attention(Q, x, x, DILATED, dropout=0.5)
+    with pytest.raises(longspan.InvalidArgument, match="^head_dim 4 of k|^k "):
+        longspan.attention(Q, OnlyDLPack(Q[..., :4]), OnlyDLPack(Q[..., :4]), DILATED)
+
+
+ATTENDING = {
+    "dilated": lambda: lt.DilatedAttention(**GROUPS),
+    "ring": lambda: lt.RingDilatedAttention(**GROUPS, ring_size=2),
+    "block sparse": lambda: lt.BlockSparseRingDilatedAttention(**GROUPS, sparse_config=CONFIG),
+    "block sparse ring": lambda: lt.BlockSparseRingDilatedAttention(**GROUPS, sparse_config=CONFIG, ring_size=2),
+    "hierarchical": lambda: lt.BlockSparseHierarchical(**GROUPS, sparse_config=CONFIG),
+    "adaptive": lambda: lt.BlockSparseAdaptive(**GROUPS, num_heads=4, head_dim=8, sparse_config=CONFIG),
+}
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+@pytest.mark.filterwarnings("ignore::longspan.LongspanWarning")
+def test_modules_name_the_arguments_of_their_forward(name):
+    module = ATTENDING[name]()
+    for change, words in (
+        (dict(is_causal="yes"), "^is_causal is 'yes': give True or False$"),
+        (dict(query=X[0]), r"^query (has|is of) shape \[20, 4, 8\]: give .*\[batch, tokens, heads, head_dim\]$"),
+        (dict(key=None), "^key is None: give a "),
+    ):
+        with pytest.raises(longspan.InvalidArgument, match=words):
+            module(**(QKV | change))
+
+
 SWAPPED = {
     "dilated": lambda: longspan.dilated([1, 2], [32, 64]),
     "longnet": lambda: longspan.longnet([1, 2], [32, 64]),
     "text": lambda: longspan.attention(Q, Q, Q, "dilated 1/32 2/64"),
+    "object": lambda: longspan.attention(Q, Q, Q, longspan.Pattern.dilated([1, 2], [32, 64])),
     "module": lambda: lt.DilatedAttention([1, 2], [32, 64]),
     "multihead": lambda: lt.MultiheadDilatedAttention(16, 4, [32, 64], [1, 2]),
     "composed": lambda: lt.BlockSparseRingDilatedAttention([1, 2], [32, 64], CONFIG, compose=True).pattern(20),

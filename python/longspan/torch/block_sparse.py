@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._errors import InvalidArgument, Unsupported
 from .._inspect import adaptive_mask, attention_blocks
-from .._named import choice
+from .._named import choice, flag
 from .._longspan import BlockMask, BlockPattern, Pattern
 from .._patterns import dilated, draw
 from .multihead import MultiheadDilatedAttention
@@ -165,6 +165,7 @@ class _BlockSparse(RingCalls, nn.Module):
     ) -> Tensor:  # fmt: skip
         """chosen: instead of the sequence's own pattern."""
         require_tensors(query=query, key=key, value=value)
+        is_causal = flag("is_causal", is_causal)
         dropout = self.dropout if self.training else 0.0
         out = self._over_ring(
             query, key, value, lambda tokens: chosen or self.pattern(tokens), is_causal, None, dropout, mask
@@ -258,6 +259,7 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. return_attention_weights adds a dict
         of block_indices (entry, head, block row, block column), block_values and block_size."""
         require_tensors(query=query, key=key, value=value)
+        is_causal = flag("is_causal", is_causal)
         tokens = key.shape[1]
         if self._group() is None:
             self._compare_density(tokens, is_causal)
@@ -404,6 +406,7 @@ class BlockSparseAdaptive(_BlockSparse):
         """return_pattern adds {"patterns": (block rows, block columns) of each head}; for several batch entries a list
         of those."""
         require_tensors(query=query, key=key, value=value)
+        is_causal = flag("is_causal", is_causal)
         mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
         if not (self.adaptive_config.share_across_heads or return_pattern):
             return self._attend(query, key, value, is_causal, mask)

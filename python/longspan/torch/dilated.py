@@ -61,6 +61,8 @@ class DilatedAttention(nn.Module):
     ) -> Tensor:
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. attention_mask [b, n] or
         [b, 1, 1, n]: true where a key may be attended."""
+        if is_causal is not True and is_causal is not False:
+            is_causal = flag("is_causal", is_causal)
         options: Arguments = {"causal": is_causal}  # what is not asked for costs the host nothing
         if self.softmax_scale is not None:
             options["scale"] = self.softmax_scale

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .._errors import CommError, InvalidArgument, Unsupported, renamed
 from .._longspan import Attention, Pattern, Ring, RingHalo, Shards, local_ring
-from .._named import choice
+from .._named import choice, flag
 from .._patterns import compiled
 from .operator import _NAMES, raw_tensor, with_contiguous_rows
-from .options import finite, integer, integers, key_mask
+from .options import finite, integer, integers, key_mask, require_tensors
 from .process_group import agree, communicator_of, gather, group_or_default
 
 #: Seconds that one exchange may take, where nothing else is said.
@@ -335,9 +335,9 @@ class RingCalls:
         local = (self.ring_size or 1) if group is None else 1
         if group is None and local == 1:
             return None
+        require_tensors(query=query, key=key, value=value)
+        causal = flag("is_causal", causal)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-                raise InvalidArgument(f"{name} is [batch, tokens, heads, head_dim]", name)
             if tensor.shape[1] != query.shape[1] or tensor.device != query.device:
                 raise InvalidArgument(
                     f"{name} has {tensor.shape[1]} rows on {tensor.device}, query has {query.shape[1]} on {query.device}: "
@@ -348,7 +348,7 @@ class RingCalls:
         mask = None
         if attention_mask is not None:
             mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
-        settings = RingSettings(pattern, bool(causal), scale, dropout, torch.are_deterministic_algorithms_enabled())
+        settings = RingSettings(pattern, causal, scale, dropout, torch.are_deterministic_algorithms_enabled())
         extras: dict[str, Any] = {"seed": 0}
         if group is not None:
             shards = self._agree(group, {"query": query, "key": key, "value": value}, settings, mask, extras)

@@ -24,6 +24,7 @@ namespace longspan::cli {
 namespace {
 
 constexpr std::int64_t kDefaultTokens = 512;
+constexpr std::int64_t kMostRandom = 100'000;  // they are made before the first one runs
 
 struct CheckCommand {
   ProblemOptions problem;
@@ -211,8 +212,8 @@ void print_outcome(const Outcome& outcome) {
 
 int run(const CheckCommand& command) {
   const ProblemChoice choice = command.problem.resolve();
-  if (command.random < 0)
-    throw InvalidArgument("random", fmt::format("--random is {}: give 0 or more", command.random));
+  if (command.random < 0 || command.random > kMostRandom)
+    throw InvalidArgument("random", fmt::format("--random is {}: give 0 to {}", command.random, kMostRandom));
   if (command.first_case && *command.first_case < 0)
     throw InvalidArgument("case", fmt::format("--case is {}: give 0 or more", *command.first_case));
   check_kernel_name(choice.options.kernel);

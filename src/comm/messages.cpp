@@ -244,6 +244,10 @@ void all_gather(Communicator& communicator, const std::string& what, const SendB
     throw InvalidArgument("parts", fmt::format("{} parts for {} ranks: give one for each, this rank's too",
                                                parts.size(), communicator.size()));
   }
+  if (rank >= parts.size()) {
+    throw InvalidArgument("communicator", fmt::format("the communicator says it is rank {} of {}: ranks are 0 to {}",
+                                                      communicator.rank(), parts.size(), parts.size() - 1));
+  }
   if (parts[rank].bytes != own.bytes) {
     throw InvalidArgument("own", fmt::format("own has {} bytes, part {} has {}: they are the same rank's", own.bytes,
                                              rank, parts[rank].bytes));

@@ -50,6 +50,7 @@ expect 2 "kernel 'fast' is unknown" "$longspan" info --kernel fast
 expect 2 "kernel is 'fast'" "$longspan" check --kernel fast
 expect 2 "case is 100000" "$longspan" check --case 100000
 expect 2 "random is -1" "$longspan" check --random -1
+expect 2 "random is 9223372036854775807" "$longspan" check --random 9223372036854775807
 expect 2 "those choose their own" "$longspan" check --random 1 --tokens 16
 expect 2 "repeat is 0" "$longspan" bench dense --tokens 16 --repeat 0
 expect 2 "segments with bench dense" "$longspan" bench dense --segments 1

@@ -196,6 +196,11 @@ def attention(
     q: Array, k: Array, v: Array, pattern: Pattern | BlockPattern | str | None = ..., *,
     return_lse: Literal[True], out: Any = ..., lse: Any = ..., layout: str = ..., **arguments: Unpack[Arguments],
 ) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, pattern: Pattern | BlockPattern | str | None = ..., *,
+    return_lse: bool, out: Any = ..., lse: Any = ..., layout: str = ..., **arguments: Unpack[Arguments],
+) -> Array | tuple[Array, Array]: ...
 @listed
 def attention(q, k, v, pattern=None, *, return_lse=False, out=None, lse=None, layout="bnhd", **arguments):
     """Attention of q over k and v along a pattern (None: dense, a longspan.Pattern, a BlockPattern, or its text).

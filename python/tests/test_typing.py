@@ -32,6 +32,8 @@ def check(x: torch.Tensor, a: NDArray[np.float32], blocks: longspan.BlockPattern
     assert_type(longspan.attention(a, a, a, "bigbird", return_lse=True), tuple[NDArray[np.float32], NDArray[np.float32]])
     assert_type(longspan.torch.attention(x, x, x, blocks, scale=1.0, lengths=[3]), torch.Tensor)
     assert_type(longspan.torch.attention(x, x, x, pattern, return_lse=True), tuple[torch.Tensor, torch.Tensor])
+    some: bool = len(pattern.branches) > 1
+    assert_type(longspan.torch.attention(x, x, x, return_lse=some), torch.Tensor | tuple[torch.Tensor, torch.Tensor])
     assert_type(longspan.torch.attention_backward(x, x, x, x, x, x), tuple[torch.Tensor, torch.Tensor, torch.Tensor])
     assert_type(longspan.attention_backward(a, a, a, a, a, a), tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]])
     assert_type(longspan.attention_received(x, x, pattern), torch.Tensor)

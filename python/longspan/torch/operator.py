@@ -534,6 +534,11 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | BlockPattern | str | None = ..., *,
     return_lse: Literal[True], layout: str = ..., **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | BlockPattern | str | None = ..., *,
+    return_lse: bool, layout: str = ..., **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @listed
 def attention(query, key, value, pattern=None, *, return_lse=False, layout=_BNHD, **arguments):
     """longspan.attention for torch tensors, with gradients; see there for the arguments. Without a seed, dropout draws

@@ -60,6 +60,7 @@ END
   fi
   install_torch || leave_out "tests against torch (torch could not be installed)"
   pip_install safetensors || leave_out "tests of the training example (safetensors could not be installed)"
+  pip_install mypy pyright || leave_out "type checkers on the manual's Python (mypy or pyright could not be installed)"
   # Without a GPU the CUDA engine can only be compiled, which the build above has done: the module leaves it out.
   local cuda=AUTO
   command -v nvidia-smi >/dev/null || cuda=OFF

@@ -250,6 +250,15 @@ TEST(LocalRing, RanksAndPeersOutsideTheRingAreRefused) {
     } catch (const InvalidArgument& error) {
       EXPECT_EQ(error.argument(), "communicator");
     }
+    Miscounted outside(rank);
+    std::byte part{};
+    const ReceiveBuffer parts[] = {{0, &part, 1}, {1, &part, 1}};
+    try {
+      all_gather(outside, "bytes", {0, &part, 1}, parts, std::chrono::seconds(1));
+      ADD_FAILURE() << "rank " << rank << " of 2 gathered";
+    } catch (const InvalidArgument& error) {
+      EXPECT_EQ(error.argument(), "communicator");
+    }
   }
   EXPECT_THROW(local_ring(0), InvalidArgument);
   EXPECT_THROW(local_ring(1000000000), InvalidArgument);

@@ -1,7 +1,7 @@
 """What compiled functions say of arguments that they cannot take: the argument, its value and what to give instead.
 
 nanobind lists C++ signatures there. Functions and methods of the compiled module are wrapped, so that their refusals are
-ours; constructors cannot be, so they call `refusal` themselves. What the arguments are comes from the module's stub.
+ours; constructors cannot be, so they call `refusal` themselves.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import difflib
 import functools
 import inspect
 import operator
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,32 +51,15 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 
 
 @functools.cache
-def _stub() -> dict[tuple[str, str], ast.FunctionDef]:
-    """(class or "", function) -> its definition."""
-    found = {}
-    for node in ast.parse(Path(__file__).with_name("_longspan.pyi").read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            found["", node.name] = node
-        elif isinstance(node, ast.ClassDef):
-            found.update({(node.name, item.name): item for item in node.body if isinstance(item, ast.FunctionDef)})
-    return found
-
-
-def _signature(definition: ast.FunctionDef) -> inspect.Signature:
-    parameters = []
-    given = definition.args
-    positional = [*given.posonlyargs, *given.args]
-    for kind, arguments, optional in (
-        (inspect.Parameter.POSITIONAL_OR_KEYWORD, positional, len(positional) - len(given.defaults)),
-        (inspect.Parameter.KEYWORD_ONLY, given.kwonlyargs, 0),
-    ):
-        for index, argument in enumerate(arguments):
-            has = index >= optional and (kind is inspect.Parameter.POSITIONAL_OR_KEYWORD or given.kw_defaults[index])
-            default = None if has else inspect.Parameter.empty
-            parameters.append(
-                inspect.Parameter(argument.arg, kind, default=default, annotation=argument.annotation)
-            )
-    return inspect.Signature(parameters)
+def _signature(owner: str, name: str) -> inspect.Signature:
+    """Of a function of the module, or of a method of its class without self. nanobind keeps it as text."""
+    function = inspect.unwrap(getattr(getattr(_longspan, owner) if owner else _longspan, name))
+    text = re.sub(r"\b(longspan\.)?_longspan\.|collections\.abc\.", "", function.__nb_signature__[0][0])
+    text = re.sub(r"= \\\d+", "= None", re.sub(r"ndarray\[[^]]*\]", "ndarray", text))
+    made: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\n{text}: ...", made)
+    signature = inspect.signature(made[name])
+    return signature.replace(parameters=[one for one in signature.parameters.values() if one.name != "self"])
 
 
 def flag(name: str, value: Any) -> bool:
@@ -124,18 +107,18 @@ _LISTS = {
 }
 
 
-def _judge(annotation: ast.expr | None) -> tuple[Callable[[Any], bool], str]:
-    """Whether a value may be what the annotation says, and that in words."""
-    text = ast.unparse(annotation) if annotation is not None else "object"
+def _judge(text: str) -> tuple[Callable[[Any], bool], str]:
+    """Whether a value may be what an annotation says, and that in words."""
     if text.endswith(" | None"):
-        fits, wanted = _judge(ast.parse(text.removesuffix(" | None"), mode="eval").body)
+        fits, wanted = _judge(text.removesuffix(" | None"))
         return lambda value: value is None or fits(value), f"{wanted}, or None"
     if text in _PLAIN:
         return _PLAIN[text]
-    if isinstance(annotation, ast.Subscript) and text.startswith(("Sequence", "tuple")):
-        inner = annotation.slice
-        one, _ = _judge(inner.elts[0] if isinstance(inner, ast.Tuple) else inner)
-        count = len(inner.elts) if isinstance(inner, ast.Tuple) else None
+    if text.startswith(("Sequence[", "tuple[")):
+        inner = ast.parse(text, mode="eval").body.slice  # type: ignore[attr-defined]
+        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        one, _ = _judge(ast.unparse(parts[0]))
+        count = len(parts) if isinstance(inner, ast.Tuple) else None
 
         def fits_all(value: Any) -> bool:
             try:
@@ -147,7 +130,7 @@ def _judge(annotation: ast.expr | None) -> tuple[Callable[[Any], bool], str]:
             return all(map(one, items))
 
         return fits_all, _LISTS.get(text, "a list")
-    if text.startswith("Annotated"):
+    if text == "ndarray":
         return lambda value: getattr(getattr(value, "dtype", None), "name", "") == "bool", "a NumPy array of booleans"
     kind = getattr(_longspan, text, object)
     also = ", a BlockMask" if text == "BlockPattern" else ""
@@ -157,12 +140,7 @@ def _judge(annotation: ast.expr | None) -> tuple[Callable[[Any], bool], str]:
 def refusal(owner: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception:
     """The error for arguments that owner.name did not take; args without self."""
     shown_name = owner if name == "__init__" else name
-    definition = _stub().get((owner, name))
-    if definition is None:
-        return TypeError(f"{shown_name}() takes no such arguments")
-    signature = _signature(definition)
-    if owner and not any(ast.unparse(item) == "staticmethod" for item in definition.decorator_list):
-        signature = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+    signature = _signature(owner, name)
     for keyword in kwargs:
         if keyword not in signature.parameters:
             known = list(signature.parameters)

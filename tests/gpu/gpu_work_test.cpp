@@ -65,25 +65,28 @@ TEST(GpuWork, ForwardItemsWriteEveryRowOnce) {
         Arguments a(setting, causal);
         std::map<Row, int> written;
         const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
-        for_each_launch(forward, {16, false, true, true}, true, [&](Launch& launch) {
-          EXPECT_EQ(launch.halved_tiles, 0u);  // whatever an earlier launch had
+        for_each_launch(forward, {.rows = 16, .parts = true}, true, [&](Launch& launch) {
+          EXPECT_EQ(launch.schedule.halved_tiles, 0u);  // whatever an earlier launch had
           if (multiprocessors > 0) halve_last_tiles(launch, multiprocessors, 3);
-          cut += launch.halved_tiles > 0;
-          mixed += launch.halved_tiles > 0 && launch.whole_tiles > 0;
-          for (std::int64_t flat = 0; flat < launch.items; ++flat) {
+          cut += launch.schedule.halved_tiles > 0;
+          mixed += launch.schedule.halved_tiles > 0 && launch.schedule.whole_tiles > 0;
+          for (std::int64_t flat = 0; flat < launch.schedule.items; ++flat) {
             bool half = true;
-            const Item item = launch.decode_halves(static_cast<unsigned>(flat), half);
-            const DeviceRange& range = launch.ranges[item.range];
+            const Item item = launch.schedule.decode_halves(static_cast<unsigned>(flat), half);
+            const DeviceRange& range = launch.schedule.ranges[item.range];
             if (item.branch < 0) {
               EXPECT_FALSE(half);
               for (int local = item.tile * kFillRows; local < std::min((item.tile + 1) * kFillRows, range.count);
                    ++local) {
-                if (launch.covered(item.head, range.start + local, launch.tokens, 0, launch.branch_count)) continue;
+                if (launch.schedule.covered(item.head, range.start + local, launch.tensors.tokens, 0,
+                                            launch.schedule.branch_count))
+                  continue;
                 ++written[{item.entry, item.head, range.first_row + local}];
               }
               continue;
             }
-            const StrandRows strand = launch.branches[item.branch].strand(item.head, item.segment, launch.tokens);
+            const StrandRows strand =
+                launch.schedule.branches[item.branch].strand(item.head, item.segment, launch.tensors.tokens);
             const StrandQueries queries = range.of(strand);
             const int rows = half ? 8 : 16;
             for (int i = item.tile * rows; i < std::min((item.tile + 1) * rows, queries.count); ++i) {
@@ -109,12 +112,12 @@ TEST(GpuWork, LastTilesAreHalvedWhereSharesDiffer) {
   const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
   const auto halved = [&](int multiprocessors, bool merges = false) {
     unsigned count = 0;
-    for_each_launch(forward, {16, false, true, true}, true, [&](Launch& launch) {
-      launch.merges = merges;
-      const std::int64_t items = launch.items;
+    for_each_launch(forward, {.rows = 16, .parts = true}, true, [&](Launch& launch) {
+      launch.schedule.merges = merges;
+      const std::int64_t items = launch.schedule.items;
       halve_last_tiles(launch, multiprocessors, 3);
-      EXPECT_EQ(launch.items, items + launch.halved_tiles);
-      count = launch.halved_tiles;
+      EXPECT_EQ(launch.schedule.items, items + launch.schedule.halved_tiles);
+      count = launch.schedule.halved_tiles;
     });
     return count;
   };
@@ -132,7 +135,7 @@ TEST(GpuWork, StrandsAreThoseOfThePlan) {
   for (const Setting& setting : settings()) {
     Arguments a(setting, false);
     const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, 1, a.workspace};
-    for_each_launch(forward, {16, false}, true, [&](Launch& launch) {
+    for_each_launch(forward, {.rows = 16}, true, [&](Launch& launch) {
       for (std::size_t b = 0; b < a.plan->branches().size(); ++b) {
         const BranchPlan& want = a.plan->branches()[b];
         for (const int length : {0, 1, 63, 150, 301}) {
@@ -140,7 +143,7 @@ TEST(GpuWork, StrandsAreThoseOfThePlan) {
           for (int head = 0; head < 3; ++head) {
             for (int segment = 0; segment < want.segments(length); ++segment) {
               const Strand strand = want.strand(head, segment, length);
-              const StrandRows got = launch.branches[b].strand(head, segment, length);
+              const StrandRows got = launch.schedule.branches[b].strand(head, segment, length);
               EXPECT_EQ(got.count, strand.count);
               if (strand.count > 0) {
                 EXPECT_EQ(got.start, strand.start);
@@ -174,14 +177,14 @@ TEST(GpuWork, PiecesAreSearchedAsOnTheHost) {
   }
   int found = 0, missing = 0;
   const ForwardArguments forward{*a.plan, a.call, a.ranges, {}, none, none, {}, {}, 1, a.workspace};
-  for_each_launch(forward, {16, false}, true, [&](Launch& launch) {
-    launch.piece_gradients = gradients.data();
+  for_each_launch(forward, {.rows = 16}, true, [&](Launch& launch) {
+    launch.gradients.piece_gradients = gradients.data();
     for (int entry = 0; entry < 2; ++entry) {
       for (int kv_head = 0; kv_head < 2; ++kv_head) {
         for (int position = 0; position < 301; ++position) {
           const RowRun want = keys.run(entry, kv_head, Strand{position, 1, 1}, 0, 1);
           const char *k_row, *v_row;
-          launch.key_row(entry, kv_head, position, 2, k_row, v_row);
+          launch.tensors.key_row(entry, kv_head, position, 2, k_row, v_row);
           EXPECT_EQ(static_cast<const void*>(k_row), want.k);
           EXPECT_EQ(static_cast<const void*>(v_row), want.v);
           EXPECT_EQ(launch.gradient_row(entry, kv_head, position, false) != nullptr, want.count > 0);
@@ -201,18 +204,19 @@ TEST(GpuWork, BackwardItemsHoldEveryKeyOnce) {
     if (a.problem.query_rows != a.problem.tokens) continue;
     std::map<Row, int> held;
     const BackwardArguments backward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, {}, {}, {}, {}, 1, a.workspace};
-    for_each_launch(backward, {16, true, false, true}, true, [&](Launch& launch) {
-      EXPECT_FALSE(launch.sum_keys);
-      for (std::int64_t flat = 0; flat < launch.items; ++flat) {
-        const Item item = launch.decode(flat);
-        const StrandRows strand = launch.branches[item.branch].strand(item.head, item.segment, launch.tokens);
+    for_each_launch(backward, {.rows = 16, .by_keys = true, .fills = false, .parts = true}, true, [&](Launch& launch) {
+      EXPECT_FALSE(launch.gradients.sum_keys);
+      for (std::int64_t flat = 0; flat < launch.schedule.items; ++flat) {
+        const Item item = launch.schedule.decode(flat);
+        const StrandRows strand =
+            launch.schedule.branches[item.branch].strand(item.head, item.segment, launch.tensors.tokens);
         for (int key = item.tile * 16; key < std::min((item.tile + 1) * 16, strand.count); ++key) {
           ++held[{item.entry, item.head, strand.start + key * strand.stride}];
         }
       }
       for (int head = 0; head < 3; ++head) {
         for (int position = 0; position < 301; ++position) {
-          const bool covered = launch.covered(head, position, 301, 0, launch.branch_count);
+          const bool covered = launch.schedule.covered(head, position, 301, 0, launch.schedule.branch_count);
           EXPECT_EQ((held[{0, head, position}]), covered ? 1 : 0) << setting.pattern.to_string() << " " << position;
         }
       }
@@ -228,32 +232,33 @@ TEST(GpuWork, WritersOfARowComeInDifferentLaunches) {
       Arguments a({pattern, {{0, 100}, {100, 201}}}, true, 6);
       const int group = by_keys ? 3 : 1;
       const BackwardArguments backward{*a.plan, a.call, a.ranges, {}, {}, {}, {}, {}, {}, {}, {}, {}, 1, a.workspace};
-      for_each_launch(backward, {16, by_keys, false, true}, true, [&](Launch& launch) {
-        using Writer = std::tuple<int, int, int, int, int, int>;
-        const auto names = [](const Launch& part) {
-          std::vector<Writer> list;
-          for (unsigned flat = 0; flat < part.items; ++flat) {
-            const Item item = part.decode(flat);
-            list.emplace_back(item.branch, item.range, item.entry, item.head, item.segment, item.tile);
-          }
-          return list;
-        };
-        std::vector<Writer> together, whole = names(launch);
-        for_each_writer(launch, group, [&](const Launch& part) {
-          std::map<Row, int> writers;
-          for (const auto& [branch, range, entry, head, segment, tile] : names(part)) {
-            together.emplace_back(branch, range, entry, head, segment, tile);
-            const StrandRows strand = part.branches[branch].strand(head, segment, part.tokens);
-            const StrandQueries queries = part.ranges[range].of(strand);
-            const int count = by_keys ? strand.count : queries.count, first = by_keys ? 0 : queries.begin;
-            for (int i = tile * 16; i < std::min((tile + 1) * 16, count); ++i)
-              EXPECT_EQ((++writers[{entry, head / group, strand.start + (first + i) * strand.stride}]), 1);
-          }
-        });
-        std::sort(whole.begin(), whole.end());
-        std::sort(together.begin(), together.end());
-        EXPECT_EQ(together, whole) << pattern.to_string();
-      });
+      for_each_launch(
+          backward, {.rows = 16, .by_keys = by_keys, .fills = false, .parts = true}, true, [&](Launch& launch) {
+            using Writer = std::tuple<int, int, int, int, int, int>;
+            const auto names = [](const Launch& part) {
+              std::vector<Writer> list;
+              for (unsigned flat = 0; flat < part.schedule.items; ++flat) {
+                const Item item = part.schedule.decode(flat);
+                list.emplace_back(item.branch, item.range, item.entry, item.head, item.segment, item.tile);
+              }
+              return list;
+            };
+            std::vector<Writer> together, whole = names(launch);
+            for_each_writer(launch, group, [&](const Launch& part) {
+              std::map<Row, int> writers;
+              for (const auto& [branch, range, entry, head, segment, tile] : names(part)) {
+                together.emplace_back(branch, range, entry, head, segment, tile);
+                const StrandRows strand = part.schedule.branches[branch].strand(head, segment, part.tensors.tokens);
+                const StrandQueries queries = part.schedule.ranges[range].of(strand);
+                const int count = by_keys ? strand.count : queries.count, first = by_keys ? 0 : queries.begin;
+                for (int i = tile * 16; i < std::min((tile + 1) * 16, count); ++i)
+                  EXPECT_EQ((++writers[{entry, head / group, strand.start + (first + i) * strand.stride}]), 1);
+              }
+            });
+            std::sort(whole.begin(), whole.end());
+            std::sort(together.begin(), together.end());
+            EXPECT_EQ(together, whole) << pattern.to_string();
+          });
     }
   }
 }

@@ -384,17 +384,22 @@ TEST(HopperWork, StrandsTogetherKeepTheirOrder) {
   for (int trial = 0; trial < 200; ++trial) {
     hopper::BackwardLaunch launch{};
     cuda::Launch& base = launch.parts.base;
-    base.descending = trial % 2;
-    base.work_count = draw(1, 5);
+    base.schedule.descending = trial % 2;
+    base.schedule.work_count = draw(1, 5);
     unsigned most_tiles = 0, items = 0;
-    for (int w = 0; w < base.work_count; ++w) {
+    for (int w = 0; w < base.schedule.work_count; ++w) {
       const int segments = draw(1, 4), heads = draw(1, 3), tiles = trial % 4 < 2 ? 9 : draw(1, 9);
-      base.work[w] = {items, static_cast<unsigned>(2 * segments * heads), 0, w, 0, 0, 1, heads, 0, segments, 0, tiles,
-                      0};
-      base.work[w].chunk = base.work[w].strands;
-      items += base.work[w].strands * static_cast<unsigned>(tiles);
+      const unsigned strands = static_cast<unsigned>(2 * segments * heads);
+      base.schedule.work[w] = {.first_item = items,
+                               .strands = strands,
+                               .chunk = strands,
+                               .branch = w,
+                               .head_count = heads,
+                               .segments = segments,
+                               .tiles = tiles};
+      items += base.schedule.work[w].strands * static_cast<unsigned>(tiles);
       most_tiles = std::max(most_tiles, static_cast<unsigned>(tiles));
-      launch.together += base.work[w].strands;
+      launch.together += base.schedule.work[w].strands;
     }
     std::map<std::tuple<int, int, int, int>, int> taken;
     unsigned found = 0;
@@ -402,9 +407,9 @@ TEST(HopperWork, StrandsTogetherKeepTheirOrder) {
       const std::int64_t flat = launch.item_at(place);
       if (flat < 0) continue;
       ++found;
-      const cuda::Item item = base.decode(static_cast<unsigned>(flat));
+      const cuda::Item item = base.schedule.decode(static_cast<unsigned>(flat));
       int& before = taken[{item.branch, item.entry, item.head, item.segment}];
-      ASSERT_EQ(item.tile, base.descending ? base.work[item.branch].tiles - 1 - before : before);
+      ASSERT_EQ(item.tile, base.schedule.descending ? base.schedule.work[item.branch].tiles - 1 - before : before);
       ASSERT_EQ(before++, static_cast<int>(place / launch.together));
     }
     ASSERT_EQ(found, items);
@@ -473,34 +478,36 @@ TEST(HopperWork, PlacesOfStrandsFitTheWorkspace) {
     const Call call;
     const BackwardArguments backward{plan, call, ranges, {}, {}, {}, {}, {}, {}, {}, {}, {}, 1, workspace};
     const std::int64_t most = hopper::sum_rows(plan);
-    cuda::for_each_launch(backward, {hopper::kKeyTileRows, true, false}, true, [&](cuda::Launch& launch) {
-      std::vector<bool> taken(static_cast<std::size_t>(most), false);
-      std::int64_t next = 0;
-      for (int r = 0; r < launch.range_count; ++r) {
-        for (int b = 0; b < launch.branch_count; ++b) {
-          const cuda::DeviceBranch& branch = launch.branches[b];
-          hopper::StrandPlaces places = hopper::places_of(branch, launch.ranges[r], launch.tokens);
-          places.first = next;
-          next += places.per_head * branch.head_count * launch.batch;
-          const int last = (launch.ranges[r].start + launch.ranges[r].count - 1) / branch.segment;
-          for (int entry = 0; entry < launch.batch; ++entry) {
-            for (int head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
-              for (int segment = places.first_segment; segment <= last; ++segment) {
-                const auto queries = launch.ranges[r].of(branch.strand(head, segment, launch.tokens));
-                const std::int64_t first = places.row(branch, entry, head, segment);
-                ASSERT_EQ(first % hopper::kSumTileRows, 0);
-                const std::int64_t tiles = (queries.count + hopper::kSumTileRows - 1) / hopper::kSumTileRows;
-                for (std::int64_t row = first; row < first + tiles * hopper::kSumTileRows; ++row) {
-                  ASSERT_LT(row, most) << pattern.to_string() << " trial " << trial;
-                  ASSERT_FALSE(taken[static_cast<std::size_t>(row)]) << pattern.to_string() << " trial " << trial;
-                  taken[static_cast<std::size_t>(row)] = true;
+    cuda::for_each_launch(
+        backward, {.rows = hopper::kKeyTileRows, .by_keys = true, .fills = false}, true, [&](cuda::Launch& launch) {
+          std::vector<bool> taken(static_cast<std::size_t>(most), false);
+          std::int64_t next = 0;
+          for (int r = 0; r < launch.schedule.range_count; ++r) {
+            for (int b = 0; b < launch.schedule.branch_count; ++b) {
+              const cuda::DeviceBranch& branch = launch.schedule.branches[b];
+              hopper::StrandPlaces places = hopper::places_of(branch, launch.schedule.ranges[r], launch.tensors.tokens);
+              places.first = next;
+              next += places.per_head * branch.head_count * launch.tensors.batch;
+              const int last = (launch.schedule.ranges[r].start + launch.schedule.ranges[r].count - 1) / branch.segment;
+              for (int entry = 0; entry < launch.tensors.batch; ++entry) {
+                for (int head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
+                  for (int segment = places.first_segment; segment <= last; ++segment) {
+                    const auto queries =
+                        launch.schedule.ranges[r].of(branch.strand(head, segment, launch.tensors.tokens));
+                    const std::int64_t first = places.row(branch, entry, head, segment);
+                    ASSERT_EQ(first % hopper::kSumTileRows, 0);
+                    const std::int64_t tiles = (queries.count + hopper::kSumTileRows - 1) / hopper::kSumTileRows;
+                    for (std::int64_t row = first; row < first + tiles * hopper::kSumTileRows; ++row) {
+                      ASSERT_LT(row, most) << pattern.to_string() << " trial " << trial;
+                      ASSERT_FALSE(taken[static_cast<std::size_t>(row)]) << pattern.to_string() << " trial " << trial;
+                      taken[static_cast<std::size_t>(row)] = true;
+                    }
+                  }
                 }
               }
             }
           }
-        }
-      }
-    });
+        });
   }
 }
 

@@ -43,28 +43,29 @@ template <class T, bool kPlain>
 __global__ void __launch_bounds__(kThreads, 4) block_means(const __grid_constant__ Launch a, Choice c, int lanes) {
   constexpr int kVectors = static_cast<int>(sizeof(T)) / 2;  // of 8 columns
   constexpr int kLoads = (kPlain ? 8 : 4) / kVectors;        // rows that a thread asks for before it adds the first
-  const int heads = a.heads + a.kv_heads, index = static_cast<int>(blockIdx.x) * kWarps + warp_of_block();
+  const int heads = a.tensors.heads + a.tensors.kv_heads,
+            index = static_cast<int>(blockIdx.x) * kWarps + warp_of_block();
   const int block = index / heads, side = index - block * heads, entry = static_cast<int>(blockIdx.z);
-  const bool queries = side < a.heads;
-  const int head = queries ? side : side - a.heads;
-  if (block >= c.blocks || (queries && !a.branches[c.branch].owns(head))) return;
+  const bool queries = side < a.tensors.heads;
+  const int head = queries ? side : side - a.tensors.heads;
+  if (block >= c.blocks || (queries && !a.schedule.branches[c.branch].owns(head))) return;
   const int lane = static_cast<int>(threadIdx.x) % kLanes, group = lane / lanes, groups = kLanes / lanes;
-  const int begin = block << c.shift, end = min(begin + (1 << c.shift), a.length(entry));
+  const int begin = block << c.shift, end = min(begin + (1 << c.shift), a.tensors.length(entry));
   const int own = lane % lanes * 8;
-  const bool exists = own < a.columns;
+  const bool exists = own < a.tensors.columns;
   float sum[8] = {};
   int count = 0;
-  const Rows& rows = queries ? a.q : a.k;
-  for (int r = 0; r < (queries ? a.range_count : 1); ++r) {
-    const DeviceRange range = queries ? a.ranges[r] : DeviceRange{0, a.tokens, 0};
+  const Rows& rows = queries ? a.tensors.q : a.tensors.k;
+  for (int r = 0; r < (queries ? a.schedule.range_count : 1); ++r) {
+    const DeviceRange range = queries ? a.schedule.ranges[r] : DeviceRange{0, a.tensors.tokens, 0};
     const int last = min(end, range.start + range.count);
     const T* const start =
         reinterpret_cast<const T*>(rows.data) + rows.offset(entry, range.first_row - range.start, head) + own;
     const std::int64_t step = groups * rows.row;
     const auto row_of = [&](int position) {
-      if (queries || a.piece_count == 0) return start + position * rows.row;
+      if (queries || a.tensors.piece_count == 0) return start + position * rows.row;
       const char *k_row = nullptr, *v_row = nullptr;
-      a.key_row(entry, head, position, sizeof(T), k_row, v_row);
+      a.tensors.key_row(entry, head, position, sizeof(T), k_row, v_row);
       return k_row ? reinterpret_cast<const T*>(k_row) + own : nullptr;
     };
 #pragma unroll 1
@@ -76,11 +77,11 @@ __global__ void __launch_bounds__(kThreads, 4) block_means(const __grid_constant
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int at = position + i * groups;
-        bool valid = exists && at < last && (kPlain || a.allowed(entry, at));
+        bool valid = exists && at < last && (kPlain || a.rules.allowed(entry, at));
         const T* const row = kPlain ? start + position * rows.row + i * step : valid ? row_of(at) : nullptr;
         valid = valid && (kPlain || row);
         count += valid;
-        const bool vectors = kPlain || a.aligned;
+        const bool vectors = kPlain || a.tensors.aligned;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v)
           loaded.vectors[i][v] =
@@ -103,9 +104,10 @@ __global__ void __launch_bounds__(kThreads, 4) block_means(const __grid_constant
     for (int j = 0; j < 8; ++j) sum[j] += __shfl_xor_sync(~0u, sum[j], offset);
   }
   if (lane >= lanes || !exists) return;
-  const std::int64_t place = queries ? (static_cast<std::int64_t>(entry) * a.heads + head) * c.blocks + block
-                                     : (static_cast<std::int64_t>(entry) * a.kv_heads + head) * c.blocks + block;
-  float* const target = (queries ? c.query_means : c.key_means) + place * a.columns + own;
+  const std::int64_t place = queries
+                                 ? (static_cast<std::int64_t>(entry) * a.tensors.heads + head) * c.blocks + block
+                                 : (static_cast<std::int64_t>(entry) * a.tensors.kv_heads + head) * c.blocks + block;
+  float* const target = (queries ? c.query_means : c.key_means) + place * a.tensors.columns + own;
 #pragma unroll
   for (int j = 0; j < 8; ++j) sum[j] /= static_cast<float>(count);
   *reinterpret_cast<float4*>(target) = make_float4(sum[0], sum[1], sum[2], sum[3]);
@@ -137,10 +139,10 @@ __device__ void list_rows(const Launch& a, const ListJob& job, const std::uint32
       any |= rows[i * stride + word];
       full &= rows[i * stride + word];
     }
-    if (a.causal && word >= first / 32) full &= word == first / 32 ? (1u << first % 32) - 1 : 0;
+    if (a.rules.causal && word >= first / 32) full &= word == first / 32 ? (1u << first % 32) - 1 : 0;
     full &= any;
   };
-  const int words = a.causal ? (first + own_blocks - 1) / 32 + 1 : c.words;
+  const int words = a.rules.causal ? (first + own_blocks - 1) / 32 + 1 : c.words;
   int fulls = 0, count = 0;
   for (int base = 0; base < words; base += kLanes) {
     read(base + lane);
@@ -187,25 +189,25 @@ __global__ void __launch_bounds__(kTiles* kThreads) choose_rows(const __grid_con
   extern __shared__ __align__(16) std::uint32_t ranks[];  // [row][stride], then means of queries, then columns of warps
   const Choice& c = job.c;
   auto* const queries = reinterpret_cast<uint4*>(ranks + job.rows * c.stride);
-  const QuerySlots layout(job.rows, a.columns);
+  const QuerySlots layout(job.rows, a.tensors.columns);
   const int warp = warp_of_block();
   int* const few = reinterpret_cast<int*>(queries + 2 * layout.parts) + warp * kLanes;
   const int head = static_cast<int>(blockIdx.y), entry = static_cast<int>(blockIdx.z);
-  if (!a.branches[c.branch].owns(head)) return;
-  const int length = a.length(entry), mask_head = entry * a.heads + head;
-  const unsigned index = a.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // long rows first
+  if (!a.schedule.branches[c.branch].owns(head)) return;
+  const int length = a.tensors.length(entry), mask_head = entry * a.tensors.heads + head;
+  const unsigned index = a.rules.causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // long rows first
   const int first_row = static_cast<int>(index) * job.rows;
   const RowsToChoose of{first_row, min(job.rows, c.blocks - first_row), length == 0 ? 0 : ((length - 1) >> c.shift) + 1,
-                        a.causal};
+                        a.rules.causal};
   const std::int64_t first_query = static_cast<std::int64_t>(mask_head) * c.blocks + first_row;
-  const float* const means = c.query_means + first_query * a.columns;
+  const float* const means = c.query_means + first_query * a.tensors.columns;
   for (int i = static_cast<int>(threadIdx.x); i < layout.parts; i += kTiles * kThreads) {
     const int slot = i % layout.slots, step = i / layout.slots % layout.steps;
     const int row = i / layout.slots / layout.steps * kTileRows + slot / 4;
     const int column = step / 2 * kTileDepth + slot % 4 * 4 + step % 2 * 2;
     const auto pair = [&](int of_row) {
-      return of_row < of.rows && column < a.columns
-                 ? *reinterpret_cast<const uint2*>(means + of_row * a.columns + column)
+      return of_row < of.rows && column < a.tensors.columns
+                 ? *reinterpret_cast<const uint2*>(means + of_row * a.tensors.columns + column)
                  : make_uint2(0, 0);
     };
     const uint2 upper = pair(row), lower = pair(row + 8);
@@ -213,9 +215,10 @@ __global__ void __launch_bounds__(kTiles* kThreads) choose_rows(const __grid_con
     queries[i + layout.parts] = make_uint4(low_part(upper.x), low_part(lower.x), low_part(upper.y), low_part(lower.y));
   }
   __syncthreads();
-  const std::int64_t kv_head = static_cast<std::int64_t>(entry) * a.kv_heads + head / (a.heads / a.kv_heads);
-  rank_columns<kTiles>(of, queries, layout, means, c.key_means + kv_head * c.blocks * a.columns, a.columns, job.rows,
-                       c.stride, ranks);
+  const std::int64_t kv_head =
+      static_cast<std::int64_t>(entry) * a.tensors.kv_heads + head / (a.tensors.heads / a.tensors.kv_heads);
+  rank_columns<kTiles>(of, queries, layout, means, c.key_means + kv_head * c.blocks * a.tensors.columns,
+                       a.tensors.columns, job.rows, c.stride, ranks);
   __syncthreads();
   for (int row = warp; row < of.rows; row += kTiles * kWarps) {
     const int candidates = of.candidates(row);
@@ -235,8 +238,8 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ L
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int index = static_cast<int>(blockIdx.x) * kWarps + warp_of_block();
   const int head = static_cast<int>(blockIdx.y), entry = static_cast<int>(blockIdx.z);
-  if (index >= job.groups || !a.branches[c.branch].owns(head)) return;
-  const int mask_head = entry * a.heads + head, first = index * job.group,
+  if (index >= job.groups || !a.schedule.branches[c.branch].owns(head)) return;
+  const int mask_head = entry * a.tensors.heads + head, first = index * job.group,
             own_blocks = min(job.group, c.blocks - first);
   const std::uint32_t* const bits = c.bits + static_cast<std::int64_t>(mask_head) * c.blocks * c.words;
   if (!job.by_keys)
@@ -244,11 +247,11 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ L
   const unsigned all = (1u << own_blocks) - 1;
   // Block rows in ascending order, as many as lanes at a time, and which of the tile's blocks each meets.
   const auto for_each = [&](const auto& use) {
-    for (int base = a.causal ? first / kLanes * kLanes : 0; base < c.blocks; base += kLanes) {
+    for (int base = a.rules.causal ? first / kLanes * kLanes : 0; base < c.blocks; base += kLanes) {
       const int other = base + lane;
       const unsigned found =
           other < c.blocks ? bits[static_cast<std::int64_t>(other) * c.words + first / 32] >> (first % 32) & all : 0;
-      const unsigned fulls = __ballot_sync(~0u, found == all && (!a.causal || other >= first + own_blocks));
+      const unsigned fulls = __ballot_sync(~0u, found == all && (!a.rules.causal || other >= first + own_blocks));
       use(other, found, fulls, __ballot_sync(~0u, found != 0) & ~fulls);
     }
   };
@@ -289,15 +292,15 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ L
 Choice choice_of(const AdaptiveCall& call) {
   const AdaptiveShape& shape = call.shape;
   const AdaptivePlaces places(shape);
-  return {shape.density,
-          call.branch,
-          shape.blocks,
-          shape.stride(),
-          std::countr_zero(static_cast<unsigned>(shape.block_size)),
-          shape.words(),
-          reinterpret_cast<float*>(call.workspace + places.query_means),
-          reinterpret_cast<float*>(call.workspace + places.key_means),
-          reinterpret_cast<std::uint32_t*>(call.workspace + places.bits)};
+  return {.density = shape.density,
+          .branch = call.branch,
+          .blocks = shape.blocks,
+          .stride = shape.stride(),
+          .shift = std::countr_zero(static_cast<unsigned>(shape.block_size)),
+          .words = shape.words(),
+          .query_means = reinterpret_cast<float*>(call.workspace + places.query_means),
+          .key_means = reinterpret_cast<float*>(call.workspace + places.key_means),
+          .bits = reinterpret_cast<std::uint32_t*>(call.workspace + places.bits)};
 }
 
 ListJob job_of(const AdaptiveCall& call, const ListShape& of) {
@@ -334,22 +337,25 @@ int choosing_bytes(int rows, int tiles, int stride, int columns) {
 cudaError_t choose(const AdaptiveCall& call, ListJob job, bool& listed) {
   const Launch& all = call.all;
   const AdaptiveShape& shape = call.shape;
-  const int lanes = all.columns <= 64 ? 8 : all.columns <= 128 ? 16 : 32;
-  const dim3 means(static_cast<unsigned>((shape.blocks * (all.heads + all.kv_heads) + kWarps - 1) / kWarps), 1,
-                   static_cast<unsigned>(all.batch));
-  const bool plain = all.aligned && !all.key_mask && all.piece_count == 0;
+  const int lanes = all.tensors.columns <= 64 ? 8 : all.tensors.columns <= 128 ? 16 : 32;
+  const dim3 means(
+      static_cast<unsigned>((shape.blocks * (all.tensors.heads + all.tensors.kv_heads) + kWarps - 1) / kWarps), 1,
+      static_cast<unsigned>(all.tensors.batch));
+  const bool plain = all.tensors.aligned && !all.rules.key_mask && all.tensors.piece_count == 0;
   const cudaError_t error = with_storage(call.dtype, [&]<class T>() {
     return launch(plain ? &block_means<T, true> : &block_means<T, false>, means, kThreads, 0, 0, call.stream, all,
                   job.c, lanes);
   });
   if (error != cudaSuccess) return error;
-  const auto bytes = [&](int rows, int tiles) { return choosing_bytes(rows, tiles, shape.stride(), all.columns); };
+  const auto bytes = [&](int rows, int tiles) {
+    return choosing_bytes(rows, tiles, shape.stride(), all.tensors.columns);
+  };
   const auto run = [&]<int kTiles>(int rows) {
     listed = !job.by_keys && job.group <= rows;
     job.rows = rows;
     if (!listed) job.groups = 0;
-    const dim3 grid(static_cast<unsigned>((shape.blocks + rows - 1) / rows), static_cast<unsigned>(all.heads),
-                    static_cast<unsigned>(all.batch));
+    const dim3 grid(static_cast<unsigned>((shape.blocks + rows - 1) / rows), static_cast<unsigned>(all.tensors.heads),
+                    static_cast<unsigned>(all.tensors.batch));
     return launch(&choose_rows<kTiles>, grid, kTiles * kThreads, bytes(rows, kTiles), call.shared_bytes, call.stream,
                   all, job);
   };
@@ -406,7 +412,7 @@ cudaError_t adaptive_lists(const AdaptiveCall& call, const ListShape& of, bool c
   lists.blocks = job.blocks;
   lists.bits = job.group > 1 ? job.block_bits : nullptr;
   lists.head_places = lists.place_count = job.place_count;
-  lists.entry_places = job.place_count * call.all.heads;
+  lists.entry_places = job.place_count * call.all.tensors.heads;
   lists.shift = static_cast<std::uint8_t>(job.c.shift);
   lists.tile_shift = static_cast<std::uint8_t>(std::countr_zero(static_cast<unsigned>(of.tile_rows)));
   const std::size_t heads = static_cast<std::size_t>(call.shape.mask_heads);
@@ -419,8 +425,8 @@ cudaError_t adaptive_lists(const AdaptiveCall& call, const ListShape& of, bool c
     error = cudaMemsetAsync(job.places, 0xFF, heads * static_cast<std::size_t>(job.place_count) * sizeof(BlockPlace),
                             call.stream);
   if (error != cudaSuccess || listed) return error;
-  const dim3 grid(static_cast<unsigned>((job.groups + kWarps - 1) / kWarps), static_cast<unsigned>(call.all.heads),
-                  static_cast<unsigned>(call.all.batch));
+  const dim3 grid(static_cast<unsigned>((job.groups + kWarps - 1) / kWarps),
+                  static_cast<unsigned>(call.all.tensors.heads), static_cast<unsigned>(call.all.tensors.batch));
   return launch(&list_tiles, grid, kThreads, 0, 0, call.stream, call.all, job);
 }
 

@@ -80,25 +80,25 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
   constexpr int kThreads = Tile::kThreads, kRowTiles = Shape::kRowTiles, kPitch = Tile::kPitch;
   constexpr bool kFeatures = Shape::kFeatures, kLists = Shape::kLists;
   extern __shared__ __align__(128) char shared[];
-  const Item item = a.decode(blockIdx.x);
-  const DeviceBranch& branch = a.branches[item.branch];
-  const int length = a.length(item.entry);
+  const Item item = a.schedule.decode(blockIdx.x);
+  const DeviceBranch& branch = a.schedule.branches[item.branch];
+  const int length = a.tensors.length(item.entry);
   const StrandRows strand = branch.strand(item.head, item.segment, length);
-  const StrandQueries queries = a.ranges[item.range].of(strand);
-  const bool listed = kLists && a.lists[item.branch].places;
+  const StrandQueries queries = a.schedule.ranges[item.range].of(strand);
+  const bool listed = kLists && a.schedule.lists[item.branch].places;
   int first_key = item.tile * kKeys;
   // Under a causal mask queries before the first key see none of these keys.
-  int skipped = a.causal ? max(0, first_key - queries.begin) / kQueries : 0;
+  int skipped = a.rules.causal ? max(0, first_key - queries.begin) / kQueries : 0;
   auto sequence = RowSequence<kLists>::range(queries.begin, queries.count, 0);
   if constexpr (kLists) {
     if (listed) {
-      const BlockLists& lists = a.lists[item.branch];
+      const BlockLists& lists = a.schedule.lists[item.branch];
       const BlockPlace& place = lists.place(item.entry, item.head, item.tile);
       if (place.tile < 0) return;
       first_key = place.tile * kKeys;
       skipped = 0;
       sequence = RowSequence<kLists>::blocks(lists.walk(place, queries.begin, queries.begin + queries.count), -1);
-      if (sequence.count == 0 && a.sum_keys) return;
+      if (sequence.count == 0 && a.gradients.sum_keys) return;
     }
   }
   const int keys = min(kKeys, strand.count - first_key);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
     return x < sequence.count && query < static_cast<unsigned>(queries.count) ? static_cast<int>(query) : -1;
   };
 
-  const int kv_head = item.head / (a.heads / a.kv_heads);
+  const int kv_head = item.head / (a.tensors.heads / a.tensors.kv_heads);
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
   const int part = warp / Shape::kKeyWarps, warp_key = warp % Shape::kKeyWarps * Tile::kWarpKeys;
   const std::uint32_t k_tile = shared_address(shared), v_tile = k_tile + Tile::kKeyBytes,
@@ -121,11 +121,13 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
                       rows_offset = p_tile + Tile::kWeightBytes;
   const float4* const row_values = reinterpret_cast<const float4*>(shared + (rows_offset - k_tile));
 
-  const std::int64_t q_step = a.q.row * strand.stride * kSize, do_step = a.dout.row * strand.stride * kSize;
-  const char* const q_base = a.q.data + a.q.offset(item.entry, queries.q_row, item.head) * kSize;
-  const char* const do_base = a.dout.data + a.dout.offset(item.entry, queries.q_row, item.head) * kSize;
-  const float2* const values_base =
-      reinterpret_cast<const float2*>(a.delta) + a.delta_row(item.branch, item.entry, queries.q_row, item.head);
+  const std::int64_t q_step = a.tensors.q.row * strand.stride * kSize,
+                     do_step = a.gradients.dout.row * strand.stride * kSize;
+  const char* const q_base = a.tensors.q.data + a.tensors.q.offset(item.entry, queries.q_row, item.head) * kSize;
+  const char* const do_base =
+      a.gradients.dout.data + a.gradients.dout.offset(item.entry, queries.q_row, item.head) * kSize;
+  const float2* const values_base = reinterpret_cast<const float2*>(a.gradients.delta) +
+                                    a.delta_row(item.branch, item.entry, queries.q_row, item.head);
   const auto load_queries = [&](int tile) {
     const int stage = tile & 1;
     if constexpr (kLists) {
@@ -133,15 +135,17 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
         const int query = query_at(tile * kQueries + row);
         const std::uint32_t target = stage * Tile::kQueryBytes + chunk_offset<kPitch>(row, chunk);
         load_chunk<T, kFeatures>(q_tiles + target, query >= 0 ? q_base + query * q_step : q_base, chunk, query >= 0,
-                                 a.columns, a.aligned);
+                                 a.tensors.columns, a.tensors.aligned);
         load_chunk<T, kFeatures>(do_tiles + target, query >= 0 ? do_base + query * do_step : do_base, chunk, query >= 0,
-                                 a.columns, a.aligned);
+                                 a.tensors.columns, a.tensors.aligned);
       });
     } else {
       load_rows<Math, kColumns, kQueries, kThreads, kFeatures>(q_tiles + stage * Tile::kQueryBytes, q_base, q_step,
-                                                               tile * kQueries, queries.count, a.columns, a.aligned);
+                                                               tile * kQueries, queries.count, a.tensors.columns,
+                                                               a.tensors.aligned);
       load_rows<Math, kColumns, kQueries, kThreads, kFeatures>(do_tiles + stage * Tile::kQueryBytes, do_base, do_step,
-                                                               tile * kQueries, queries.count, a.columns, a.aligned);
+                                                               tile * kQueries, queries.count, a.tensors.columns,
+                                                               a.tensors.aligned);
     }
     if (threadIdx.x < kQueries) {
       const int query = query_at(tile * kQueries + threadIdx.x);
@@ -159,16 +163,18 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
   for_each_chunk<Math, kColumns, kKeys, kThreads, !kFeatures>([&](int row, int chunk) {
     const int key = first_key + row;
     bool valid = key < strand.count;
-    const char *k_row = a.q.data, *v_row = a.q.data;
+    const char *k_row = a.tensors.q.data, *v_row = a.tensors.q.data;
     if constexpr (kFeatures) {
       valid = find_key(a, item, kv_head, strand, key, kSize, k_row, v_row);
     } else if (valid) {
       const int position = strand.start + key * strand.stride;
-      k_row = a.k.data + a.k.offset(item.entry, position, kv_head) * kSize;
-      v_row = a.v.data + a.v.offset(item.entry, position, kv_head) * kSize;
+      k_row = a.tensors.k.data + a.tensors.k.offset(item.entry, position, kv_head) * kSize;
+      v_row = a.tensors.v.data + a.tensors.v.offset(item.entry, position, kv_head) * kSize;
     }
-    load_chunk<T, kFeatures>(k_tile + chunk_offset<kPitch>(row, chunk), k_row, chunk, valid, a.columns, a.aligned);
-    load_chunk<T, kFeatures>(v_tile + chunk_offset<kPitch>(row, chunk), v_row, chunk, valid, a.columns, a.aligned);
+    load_chunk<T, kFeatures>(k_tile + chunk_offset<kPitch>(row, chunk), k_row, chunk, valid, a.tensors.columns,
+                             a.tensors.aligned);
+    load_chunk<T, kFeatures>(v_tile + chunk_offset<kPitch>(row, chunk), v_row, chunk, valid, a.tensors.columns,
+                             a.tensors.aligned);
   });
   load_queries(skipped);
 
@@ -188,7 +194,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
     open |= static_cast<unsigned>(is_open) << i;
   }
   const bool ragged = keys < kKeys;
-  const float scale_log2 = a.scale * kLog2E, dweight_scale = a.output_scale * a.dscore_scale;
+  const float scale_log2 = a.rules.scale * kLog2E, dweight_scale = a.rules.output_scale * a.gradients.dscore_scale;
   const PairRules rules(a, item, strand);
 
   constexpr int kTilesOfSum = kRowsOfSum / kQueries, kTotals = kRowTiles * Tile::kWarpColumns / 2;
@@ -240,9 +246,9 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
               p[m][n][i] = fast_exp2(least(exponent, 0.0f));
             }
         }
-        const bool masked = listed
-                                ? first_element + Shape::kPassQueries > sequence.unmasked
-                                : a.causal && sequence.row(first_element) < first_key + warp_key + Tile::kWarpKeys - 1;
+        const bool masked =
+            listed ? first_element + Shape::kPassQueries > sequence.unmasked
+                   : a.rules.causal && sequence.row(first_element) < first_key + warp_key + Tile::kWarpKeys - 1;
         if (kFeatures || ragged || masked) {
 #pragma unroll
           for (int n = 0; n < kBlocks; ++n) {
@@ -252,7 +258,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 const int key = own_key + 16 * m + i / 2 * 8;
-                if (!(open >> (2 * m + i / 2) & 1) || (a.causal && key > first_query + i % 2) ||
+                if (!(open >> (2 * m + i / 2) & 1) || (a.rules.causal && key > first_query + i % 2) ||
                     !sequence.meets(first_element + n * 8, key))
                   p[m][n][i] = 0.0f;
               }
@@ -309,7 +315,7 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
             dk, [&](Fragment& f, int m, int step) { load_a<Tile::kWeightPitch>(f, ds_tile, warp_key + 16 * m, step); },
             q_tile, 0, first_column);
       }
-      if (a.separate_dq) continue;
+      if (a.gradients.separate_dq) continue;
       const int query_row = warp % Tile::kQueryRowWarps * Tile::kQueryRowTiles * 16,
                 query_column = warp / Tile::kQueryRowWarps * Tile::kQueryWarpColumns;
       float dq[Tile::kQueryRowTiles][Tile::kQueryWarpColumns / 8][4];
@@ -322,12 +328,13 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
           k_tile, 0, query_column);
 #pragma unroll
       for (int m = 0; m < Tile::kQueryRowTiles; ++m) {
-        add_rows(dq[m], a.columns, query_column, [&](int row) -> float* {
+        add_rows(dq[m], a.tensors.columns, query_column, [&](int row) -> float* {
           const int query = query_at(tile * kQueries + query_row + 16 * m + row);
           if (query < 0) return nullptr;
-          return a.dq_sum +
-                 a.packed_row(item.entry, queries.q_row + static_cast<std::int64_t>(query) * strand.stride, item.head) *
-                     a.columns;
+          return a.gradients.dq_sum +
+                 a.tensors.packed_row(item.entry, queries.q_row + static_cast<std::int64_t>(query) * strand.stride,
+                                      item.head) *
+                     a.tensors.columns;
         });
       }
     }
@@ -347,28 +354,29 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
   }
   if (kLists && tiles == 0) copy_wait<0>();
   const int first_column = part * Tile::kWarpColumns;
-  const float scales[2] = {a.sum_scale, a.output_scale};
+  const float scales[2] = {a.gradients.sum_scale, a.rules.output_scale};
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     auto& sums = which == 0 ? dk : dv;
-    const Rows& target = which == 0 ? a.dk : a.dv;
+    const Rows& target = which == 0 ? a.gradients.dk : a.gradients.dv;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < Tile::kWarpColumns / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[m][n][i] *= scales[which];
-      if (a.sum_keys) {
-        add_rows(sums[m], a.columns, first_column, [&](int row) -> float* {
+      if (a.gradients.sum_keys) {
+        add_rows(sums[m], a.tensors.columns, first_column, [&](int row) -> float* {
           const int key = first_key + warp_key + 16 * m + row;
           if (key >= strand.count) return nullptr;
           if constexpr (kFeatures) {  // which pieces are among
-            if (a.piece_gradients)
+            if (a.gradients.piece_gradients)
               return a.gradient_row(item.entry, kv_head, strand.start + key * strand.stride, which == 1);
           }
-          const std::int64_t packed_row = (static_cast<std::int64_t>(item.entry) * a.kv_heads + kv_head) * a.tokens +
-                                          strand.start + key * strand.stride;
-          return (which == 0 ? a.dk_sum : a.dv_sum) + packed_row * a.columns;
+          const std::int64_t packed_row =
+              (static_cast<std::int64_t>(item.entry) * a.tensors.kv_heads + kv_head) * a.tensors.tokens + strand.start +
+              key * strand.stride;
+          return (which == 0 ? a.gradients.dk_sum : a.gradients.dv_sum) + packed_row * a.tensors.columns;
         });
         continue;
       }
@@ -381,9 +389,9 @@ __global__ void __launch_bounds__(BackwardTile<Shape>::kThreads, Shape::kBlocksP
 #pragma unroll
         for (int n = 0; n < Tile::kWarpColumns / 8; ++n) {
           const int column = first_column + n * 8 + (lane % 4) * 2;
-          if (column >= a.columns) continue;
+          if (column >= a.tensors.columns) continue;
           const float first = sums[m][n][2 * half], second = sums[m][n][2 * half + 1];
-          if (kFeatures && !a.aligned) {
+          if (kFeatures && !a.tensors.aligned) {
             row[column] = from_float<T>(first);
             row[column + 1] = from_float<T>(second);
           } else if constexpr (kWide<Math>) {

@@ -72,16 +72,20 @@ int lanes_for(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32
 std::int64_t blocks_for(std::int64_t rows, int columns) {
   return (rows * lanes_for(columns) + kThreads - 1) / kThreads;
 }
-std::int64_t query_blocks(const Launch& a) { return blocks_for(a.query_rows * a.heads * a.batch, a.columns); }
+std::int64_t query_blocks(const Launch& a) {
+  return blocks_for(a.tensors.query_rows * a.tensors.heads * a.tensors.batch, a.tensors.columns);
+}
 std::int64_t key_blocks(const Launch& a) {
-  return blocks_for(static_cast<std::int64_t>(a.tokens) * a.kv_heads * a.batch, a.columns);
+  return blocks_for(static_cast<std::int64_t>(a.tensors.tokens) * a.tensors.kv_heads * a.tensors.batch,
+                    a.tensors.columns);
 }
 
 /// Whether some branch covers a query row, so that it has a gradient. Known only to calls of one range; others say yes.
 __device__ __forceinline__ bool has_gradient(const Launch& a, const Place& at) {
-  if (a.range_count != 1 || a.ranges[0].count != a.query_rows) return true;
-  const int length = a.length(at.entry), position = a.ranges[0].start + static_cast<int>(at.row);
-  return position < length && (!a.fill || a.covered(at.head, position, length, 0, a.branch_count));
+  if (a.schedule.range_count != 1 || a.schedule.ranges[0].count != a.tensors.query_rows) return true;
+  const int length = a.tensors.length(at.entry), position = a.schedule.ranges[0].start + static_cast<int>(at.row);
+  return position < length &&
+         (!a.schedule.fill || a.schedule.covered(at.head, position, length, 0, a.schedule.branch_count));
 }
 
 /// Writes {lse in base 2, dscore_scale * (delta - dlse)} for each query row; lse = -inf becomes +inf, so that its
@@ -90,40 +94,49 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     prepare(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
   if (blockIdx.x >= first_key_block) {
-    const Place at = place_of(blockIdx.x - first_key_block, lanes, a.tokens, a.kv_heads, a.batch, a.columns);
+    const Place at = place_of(blockIdx.x - first_key_block, lanes, a.tensors.tokens, a.tensors.kv_heads,
+                              a.tensors.batch, a.tensors.columns);
     if (!at.valid) return;
-    const int length = a.length(at.entry), position = static_cast<int>(at.row);
+    const int length = a.tensors.length(at.entry), position = static_cast<int>(at.row);
     // Only with one whole range and one query head per key head does a covered row have exactly one writer.
-    const bool whole = a.range_count == 1 && a.ranges[0].count == a.tokens;
-    if (whole && position < length && a.covered(at.head, position, length, 0, a.branch_count)) return;
+    const bool whole = a.schedule.range_count == 1 && a.schedule.ranges[0].count == a.tensors.tokens;
+    if (whole && position < length && a.schedule.covered(at.head, position, length, 0, a.schedule.branch_count)) return;
     const Eight<T> zeros = {};
-    zeros.store(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
-    zeros.store(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+    zeros.store(
+        reinterpret_cast<T*>(a.gradients.dk.data) + a.gradients.dk.offset(at.entry, at.row, at.head) + at.chunk * 8,
+        a.tensors.aligned);
+    zeros.store(
+        reinterpret_cast<T*>(a.gradients.dv.data) + a.gradients.dv.offset(at.entry, at.row, at.head) + at.chunk * 8,
+        a.tensors.aligned);
     return;
   }
-  Place at = place_of(blockIdx.x, lanes, a.query_rows, a.heads, a.batch, a.columns);
+  Place at = place_of(blockIdx.x, lanes, a.tensors.query_rows, a.tensors.heads, a.tensors.batch, a.tensors.columns);
   at.valid = at.valid && has_gradient(a, at);
   float delta = 0.0f;
-  const std::int64_t packed = at.valid ? a.packed_row(at.entry, at.row, at.head) : 0;
+  const std::int64_t packed = at.valid ? a.tensors.packed_row(at.entry, at.row, at.head) : 0;
   if (at.valid) {
     Eight<T> out, dout;
-    out.load(reinterpret_cast<const T*>(a.out.data) + a.out.offset(at.entry, at.row, at.head) + at.chunk * 8,
-             a.aligned);
-    dout.load(reinterpret_cast<const T*>(a.dout.data) + a.dout.offset(at.entry, at.row, at.head) + at.chunk * 8,
-              a.aligned);
+    out.load(
+        reinterpret_cast<const T*>(a.tensors.out.data) + a.tensors.out.offset(at.entry, at.row, at.head) + at.chunk * 8,
+        a.tensors.aligned);
+    dout.load(reinterpret_cast<const T*>(a.gradients.dout.data) + a.gradients.dout.offset(at.entry, at.row, at.head) +
+                  at.chunk * 8,
+              a.tensors.aligned);
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta = fmaf(out.value[i], dout.value[i], delta);
-    float4* const sums = reinterpret_cast<float4*>(a.dq_sum + packed * a.columns + at.chunk * 8);
+    float4* const sums = reinterpret_cast<float4*>(a.gradients.dq_sum + packed * a.tensors.columns + at.chunk * 8);
     sums[0] = sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   for (int distance = lanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
   if (!at.valid || at.chunk != 0) return;
-  const float lse = a.lse[a.lse_offset(at.entry, at.row, at.head)];
-  if (a.dlse) delta -= a.dlse[at.entry * a.dlse_batch + at.row * a.dlse_row + at.head * a.dlse_head];
+  const float lse = a.tensors.lse.at(at.entry, at.row, at.head);
+  if (a.gradients.dlse.data) delta -= a.gradients.dlse.at(at.entry, at.row, at.head);
   const bool empty = lse == -LONGSPAN_INFINITY;
-  for (int b = 0; b < (a.detached ? a.branch_count : 1); ++b) {  // detached: a launch of its own finds the deltas
-    reinterpret_cast<float2*>(a.delta)[a.delta_row(b, at.entry, at.row, at.head)] =
-        make_float2(empty ? LONGSPAN_INFINITY : lse * kLog2E, empty || a.detached ? 0.0f : delta * a.dscore_scale);
+  for (int b = 0; b < (a.gradients.detached ? a.schedule.branch_count : 1);
+       ++b) {  // detached: a launch of its own finds the deltas
+    reinterpret_cast<float2*>(a.gradients.delta)[a.delta_row(b, at.entry, at.row, at.head)] =
+        make_float2(empty ? LONGSPAN_INFINITY : lse * kLog2E,
+                    empty || a.gradients.detached ? 0.0f : delta * a.gradients.dscore_scale);
   }
 }
 
@@ -132,21 +145,33 @@ __global__ void __launch_bounds__(kThreads)
     finish(const __grid_constant__ Launch a, int lanes, std::int64_t first_key_block) {
   Eight<T> chunk = {};
   if (blockIdx.x < first_key_block) {
-    const Place at = place_of(blockIdx.x, lanes, a.query_rows, a.heads, a.batch, a.columns);
+    const Place at =
+        place_of(blockIdx.x, lanes, a.tensors.query_rows, a.tensors.heads, a.tensors.batch, a.tensors.columns);
     if (!at.valid) return;
     if (has_gradient(a, at))
-      chunk.load_sums(a.dq_sum + a.packed_row(at.entry, at.row, at.head) * a.columns + at.chunk * 8, a.sum_scale);
-    chunk.store(reinterpret_cast<T*>(a.dq.data) + a.dq.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+      chunk.load_sums(
+          a.gradients.dq_sum + a.tensors.packed_row(at.entry, at.row, at.head) * a.tensors.columns + at.chunk * 8,
+          a.gradients.sum_scale);
+    chunk.store(
+        reinterpret_cast<T*>(a.gradients.dq.data) + a.gradients.dq.offset(at.entry, at.row, at.head) + at.chunk * 8,
+        a.tensors.aligned);
     return;
   }
-  const Place at = place_of(blockIdx.x - first_key_block, lanes, a.tokens, a.kv_heads, a.batch, a.columns);
+  const Place at = place_of(blockIdx.x - first_key_block, lanes, a.tensors.tokens, a.tensors.kv_heads, a.tensors.batch,
+                            a.tensors.columns);
   if (!at.valid) return;
   const std::int64_t packed =
-      ((static_cast<std::int64_t>(at.entry) * a.kv_heads + at.head) * a.tokens + at.row) * a.columns + at.chunk * 8;
-  chunk.load_sums(a.dk_sum + packed, 1.0f);
-  chunk.store(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
-  chunk.load_sums(a.dv_sum + packed, 1.0f);
-  chunk.store(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(at.entry, at.row, at.head) + at.chunk * 8, a.aligned);
+      ((static_cast<std::int64_t>(at.entry) * a.tensors.kv_heads + at.head) * a.tensors.tokens + at.row) *
+          a.tensors.columns +
+      at.chunk * 8;
+  chunk.load_sums(a.gradients.dk_sum + packed, 1.0f);
+  chunk.store(
+      reinterpret_cast<T*>(a.gradients.dk.data) + a.gradients.dk.offset(at.entry, at.row, at.head) + at.chunk * 8,
+      a.tensors.aligned);
+  chunk.load_sums(a.gradients.dv_sum + packed, 1.0f);
+  chunk.store(
+      reinterpret_cast<T*>(a.gradients.dv.data) + a.gradients.dv.offset(at.entry, at.row, at.head) + at.chunk * 8,
+      a.tensors.aligned);
 }
 
 /// One thread per element; only for calls without queries.
@@ -163,24 +188,27 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t clear_key_sums(const Launch& a, cudaStream_t stream) {
-  const std::size_t bytes = static_cast<std::size_t>(a.batch) * a.kv_heads * a.tokens * a.columns * sizeof(float);
-  const cudaError_t error = cudaMemsetAsync(a.dk_sum, 0, bytes, stream);
-  return error != cudaSuccess ? error : cudaMemsetAsync(a.dv_sum, 0, bytes, stream);
+  const std::size_t bytes = static_cast<std::size_t>(a.tensors.batch) * a.tensors.kv_heads * a.tensors.tokens *
+                            a.tensors.columns * sizeof(float);
+  const cudaError_t error = cudaMemsetAsync(a.gradients.dk_sum, 0, bytes, stream);
+  return error != cudaSuccess ? error : cudaMemsetAsync(a.gradients.dv_sum, 0, bytes, stream);
 }
 
 cudaError_t prepare_backward(const Launch& a, DType dtype, cudaStream_t stream) {
-  if (a.sum_keys && !a.piece_gradients) {
+  if (a.gradients.sum_keys && !a.gradients.piece_gradients) {
     if (const cudaError_t error = clear_key_sums(a, stream); error != cudaSuccess) return error;
   }
-  const std::int64_t first = query_blocks(a), blocks = first + (a.fill && !a.sum_keys ? key_blocks(a) : 0);
-  const int lanes = lanes_for(a.columns);
+  const std::int64_t first = query_blocks(a),
+                     blocks = first + (a.schedule.fill && !a.gradients.sum_keys ? key_blocks(a) : 0);
+  const int lanes = lanes_for(a.tensors.columns);
   return with_storage(dtype,
                       [&]<class T>() { return start<&prepare<T>>(blocks, kThreads, 0, stream, a, lanes, first); });
 }
 
 cudaError_t finish_backward(const Launch& a, DType dtype, cudaStream_t stream) {
-  const std::int64_t first = query_blocks(a), blocks = first + (a.sum_keys && !a.piece_gradients ? key_blocks(a) : 0);
-  const int lanes = lanes_for(a.columns);
+  const std::int64_t first = query_blocks(a),
+                     blocks = first + (a.gradients.sum_keys && !a.gradients.piece_gradients ? key_blocks(a) : 0);
+  const int lanes = lanes_for(a.tensors.columns);
   return with_storage(dtype,
                       [&]<class T>() { return start<&finish<T>>(blocks, kThreads, 0, stream, a, lanes, first); });
 }

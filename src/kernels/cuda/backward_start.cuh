@@ -16,10 +16,10 @@ cudaError_t start_backward_shape(const Launch& launch, cudaStream_t stream) {
   const auto run = [&]<bool kCloses>() {
     using Shape = BackwardShape<Math, kColumns, kFeatures, kLists, kCompact, kCloses>;
     using Tile = BackwardTile<Shape>;
-    return start<&backward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
+    return start<&backward_mma<Shape>>(launch.schedule.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
   };
   if constexpr (!kFeatures && !kLists) {
-    if (!launch.totals) return run.template operator()<false>();
+    if (!launch.scratch.totals) return run.template operator()<false>();
   }
   return run.template operator()<true>();
 }
@@ -38,14 +38,15 @@ cudaError_t start_backward(const Launch& launch, bool features, cudaStream_t str
       static_assert(Tile::kKeys == kCompactKeys && Tile::kSharedBytes <= kCompactBytes);
       return start_backward_shape<Math, 128, kFeatures, kFeatures, true>(launch, stream);
     };
-    if (launch.compact)
-      return features || launch.listed ? run_compact.template operator()<true>()
-                                       : run_compact.template operator()<false>();
+    if (launch.gradients.compact)
+      return features || launch.schedule.listed ? run_compact.template operator()<true>()
+                                                : run_compact.template operator()<false>();
     if (lean_lists(launch, features))
-      return launch.columns <= 64 ? run.template operator()<64, false, true>()
-                                  : run.template operator()<128, false, true>();
+      return launch.tensors.columns <= 64 ? run.template operator()<64, false, true>()
+                                          : run.template operator()<128, false, true>();
   }
-  return with_head_dim<!kWide<Math>, kWidestBackward<Math>>(launch.columns, features || launch.listed, run);
+  return with_head_dim<!kWide<Math>, kWidestBackward<Math>>(launch.tensors.columns, features || launch.schedule.listed,
+                                                            run);
 }
 
 template <class Math>
@@ -54,9 +55,10 @@ cudaError_t start_backward_queries(const Launch& launch, bool features, cudaStre
     using Shape = QueryShape<Math, kColumns, kFeatures>;
     static_assert(Shape::kRows == kQueryPassRows);
     static_assert(Shape::kSharedBytes <= backward_shared_bytes(kWide<Math>, kColumns));
-    return start<&backward_queries_mma<Shape>>(launch.items, Shape::kThreads, Shape::kSharedBytes, stream, launch);
+    return start<&backward_queries_mma<Shape>>(launch.schedule.items, Shape::kThreads, Shape::kSharedBytes, stream,
+                                               launch);
   };
-  return with_head_dim<false, kWidestBackward<Math>>(launch.columns, features || launch.listed, run);
+  return with_head_dim<false, kWidestBackward<Math>>(launch.tensors.columns, features || launch.schedule.listed, run);
 }
 
 }  // namespace longspan::cuda

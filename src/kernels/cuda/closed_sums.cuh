@@ -14,16 +14,16 @@ namespace longspan::cuda {
 __device__ __forceinline__ float* find_totals(const Launch& a, bool first, int& place) {
   if (first) {
     if (threadIdx.x == 0) {
-      place = static_cast<int>(blockIdx.x % static_cast<unsigned>(a.total_count));
-      while (atomicExch(a.total_places + place, 1u) != 0) {
-        place = place + 1 == a.total_count ? 0 : place + 1;
+      place = static_cast<int>(blockIdx.x % static_cast<unsigned>(a.scratch.total_count));
+      while (atomicExch(a.scratch.total_places + place, 1u) != 0) {
+        place = place + 1 == a.scratch.total_count ? 0 : place + 1;
         __nanosleep(64);
       }
       __threadfence();
     }
     __syncthreads();
   }
-  return a.totals + static_cast<std::int64_t>(place) * a.total_floats + computed_here(threadIdx.x);
+  return a.scratch.totals + static_cast<std::int64_t>(place) * a.scratch.total_floats + computed_here(threadIdx.x);
 }
 
 /// Lets another block have the place; all threads come here after their last use of it.
@@ -31,7 +31,7 @@ __device__ __forceinline__ void leave_totals(const Launch& a, int place) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   __threadfence();
-  atomicExch(a.total_places + place, 0u);
+  atomicExch(a.scratch.total_places + place, 0u);
 }
 
 }  // namespace longspan::cuda

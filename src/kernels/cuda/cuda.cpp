@@ -194,8 +194,8 @@ cudaStream_t stream_of(const Arguments& a) {
 
 /// Anything that the lean instantiations of the matrix-unit kernels leave out.
 bool wants_features(const Launch& launch) {
-  return launch.key_mask || launch.alibi || launch.dropout || launch.piece_count > 0 || !launch.aligned ||
-         launch.deltas || !(launch.scale > 0);
+  return launch.rules.key_mask || launch.rules.alibi || launch.rules.dropout || launch.tensors.piece_count > 0 ||
+         !launch.tensors.aligned || launch.gradients.deltas || !(launch.rules.scale > 0);
 }
 
 /// What cuda-mma keeps of closed sums (closed_sums.cuh), after what all CUDA kernels take of workspace.
@@ -220,15 +220,16 @@ struct Totals {
   }
   void tell(Launch& launch, std::byte* workspace) const {
     if (count == 0) return;
-    launch.totals = reinterpret_cast<float*>(workspace + begin);
-    launch.total_places = reinterpret_cast<unsigned*>(workspace + places);
-    launch.total_count = count;
-    launch.total_floats = floats;
+    launch.scratch.totals = reinterpret_cast<float*>(workspace + begin);
+    launch.scratch.total_places = reinterpret_cast<unsigned*>(workspace + places);
+    launch.scratch.total_count = count;
+    launch.scratch.total_floats = floats;
   }
 };
 
 Tiling tiling_of(const Plan& plan, bool by_keys, bool fills) {
-  return {tile_rows(arithmetic_of(plan).wide, static_cast<int>(plan.problem().head_dim)), by_keys, fills, true};
+  const int rows = tile_rows(arithmetic_of(plan).wide, static_cast<int>(plan.problem().head_dim));
+  return {.rows = rows, .by_keys = by_keys, .fills = fills, .parts = true};
 }
 
 }  // namespace
@@ -253,15 +254,15 @@ void forward_matrix(const ForwardArguments& a) {
   const Totals totals(a.plan, Pass::forward);
   totals.clear(a.workspace, stream_of(a));
   for_each_launch(a, tiling_of(a.plan, false, true), true, [&](Launch& launch) {
-    if (launch.items == 0) return;
+    if (launch.schedule.items == 0) return;
     totals.tell(launch, a.workspace);
     const bool features = wants_features(launch);
     if (crowded(arithmetic.wide, launch, features))
       halve_last_tiles(launch, devices()[static_cast<std::size_t>(device_of(a))].multiprocessors, kCrowdedBlocks);
-    if (!launch.merges) {
-      const Counters counters = launch.halved_tiles > 0 ? resting_counters(stream_of(a)) : Counters{};
-      launch.leaving = counters.leaving;
-      launch.ticket = counters.first;
+    if (!launch.schedule.merges) {
+      const Counters counters = launch.schedule.halved_tiles > 0 ? resting_counters(stream_of(a)) : Counters{};
+      launch.scratch.leaving = counters.leaving;
+      launch.scratch.ticket = counters.first;
     }
     check(arithmetic.forward(launch, features, stream_of(a)), "starting the forward kernel");
   });
@@ -311,10 +312,11 @@ void backward_shaped(const BackwardArguments& a, bool compact) {
   if (a.plan.options().detached_mix) {
     for_each_launch(a, tiling_of(a.plan, false, false), true, [&](Launch& launch) {
       prepare(launch);
-      launch.deltas = true;
-      launch.merges = false;
-      if (launch.items > 0) check(arithmetic.forward(launch, true, stream), "starting the kernel for detached_mix");
-      launch.deltas = false;
+      launch.gradients.deltas = true;
+      launch.schedule.merges = false;
+      if (launch.schedule.items > 0)
+        check(arithmetic.forward(launch, true, stream), "starting the kernel for detached_mix");
+      launch.gradients.deltas = false;
     });
   }
   Tiling by_keys = tiling_of(a.plan, true, false);
@@ -323,20 +325,21 @@ void backward_shaped(const BackwardArguments& a, bool compact) {
   if (compact) by_keys.rows = kCompactKeys;
   for_each_launch(a, by_keys, true, [&](Launch& launch) {
     prepare(launch);
-    launch.compact = compact;
-    launch.separate_dq = in_order;
+    launch.gradients.compact = compact;
+    launch.gradients.separate_dq = in_order;
     const auto run = [&](const Launch& part) {
-      if (part.items == 0) return;
+      if (part.schedule.items == 0) return;
       check(arithmetic.backward(part, wants_features(part), stream), "starting the backward kernel");
     };
-    if (in_order && launch.sum_keys) for_each_writer(launch, launch.heads / launch.kv_heads, run);
+    if (in_order && launch.gradients.sum_keys)
+      for_each_writer(launch, launch.tensors.heads / launch.tensors.kv_heads, run);
     else run(launch);
   });
   if (in_order) {
     for_each_launch(
         a, {.rows = kQueryPassRows, .fills = false, .parts = true, .masks_chosen = true}, true, [&](Launch& launch) {
           for_each_writer(launch, 1, [&](const Launch& part) {
-            if (part.items > 0)
+            if (part.schedule.items > 0)
               check(arithmetic.backward_queries(part, wants_features(part), stream), "starting the kernel for dq");
           });
         });
@@ -359,14 +362,26 @@ std::size_t matrix_workspace(const Plan& plan, Pass pass, int) { return Totals(p
 
 }  // namespace
 
-const Kernel kMatrix = {"cuda-mma",      can_run_matrix, matrix_workspace, forward_matrix,
-                        backward_matrix, true,           nullptr,          accepts_backward};
-const Kernel kCompact = {
-    "cuda-mma-compact", can_run_compact, matrix_workspace, forward_matrix, backward_compact, true, nullptr,
-    accepts_backward};
-const Kernel kSimt = {"cuda-simt", can_run_simt,
-                      [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
-                      forward_simt_call, backward_simt_call};
+const Kernel kMatrix = {.name = "cuda-mma",
+                        .can_run = can_run_matrix,
+                        .workspace_bytes = matrix_workspace,
+                        .forward = forward_matrix,
+                        .backward = backward_matrix,
+                        .runs_parts = true,
+                        .accepts_backward = accepts_backward};
+const Kernel kCompact = {.name = "cuda-mma-compact",
+                         .can_run = can_run_compact,
+                         .workspace_bytes = matrix_workspace,
+                         .forward = forward_matrix,
+                         .backward = backward_compact,
+                         .runs_parts = true,
+                         .accepts_backward = accepts_backward};
+const Kernel kSimt = {
+    .name = "cuda-simt",
+    .can_run = can_run_simt,
+    .workspace_bytes = [](const Plan& plan, Pass pass, int) { return layout(plan, pass, false).total; },
+    .forward = forward_simt_call,
+    .backward = backward_simt_call};
 const std::vector<DeviceFacts>& devices() { return machine().devices; }
 const std::string& why_none() { return machine().why_none; }
 

@@ -10,13 +10,13 @@ inline constexpr int kWarpThreads = 32;
 
 /// One bit for each of the 32 rows of a block of an item that no branch covers.
 __device__ __forceinline__ unsigned uncovered_rows(const Launch& a, const Item& item, int block) {
-  const DeviceRange& range = a.ranges[item.range];
-  const int length = a.length(item.entry);
+  const DeviceRange& range = a.schedule.ranges[item.range];
+  const int length = a.tensors.length(item.entry);
   const int local = item.tile * kFillRows + block * kWarpThreads + static_cast<int>(threadIdx.x) % kWarpThreads;
   bool uncovered = false;
   if (local < range.count) {
     const int position = range.start + local;
-    uncovered = position >= length || !a.covered(item.head, position, length, 0, a.branch_count);
+    uncovered = position >= length || !a.schedule.covered(item.head, position, length, 0, a.schedule.branch_count);
   }
   return __ballot_sync(~0u, uncovered);
 }
@@ -27,12 +27,12 @@ __device__ __forceinline__ void zero_rows(const Launch& a, const Rows& rows, int
                                           unsigned mask) {
   T* const data = reinterpret_cast<T*>(rows.data) + rows.offset(entry, first, head);
   const int lane = threadIdx.x % kWarpThreads;
-  const int elements = a.aligned ? 16 / sizeof(T) : 1, pieces = a.columns / elements;
+  const int elements = a.tensors.aligned ? 16 / sizeof(T) : 1, pieces = a.tensors.columns / elements;
   for (int i = lane; i < kWarpThreads * pieces; i += kWarpThreads) {
     const int row = i / pieces, piece = i - row * pieces;
     if (!(mask >> row & 1)) continue;
     T* const target = data + row * rows.row + piece * elements;
-    if (a.aligned) *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
+    if (a.tensors.aligned) *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
     else *target = from_float<T>(0.0f);
   }
 }
@@ -44,9 +44,10 @@ __device__ __forceinline__ void fill_uncovered(const Launch& a, const Item& item
   for (int block = warp; block < kFillRows / kWarpThreads; block += warps) {
     const unsigned mask = uncovered_rows(a, item, block);
     if (mask == 0) continue;
-    const std::int64_t first = a.ranges[item.range].first_row + item.tile * kFillRows + block * kWarpThreads;
-    if (a.lse && mask >> lane & 1) a.lse[a.lse_offset(item.entry, first + lane, item.head)] = -LONGSPAN_INFINITY;
-    zero_rows<T>(a, a.out, item.entry, first, item.head, mask);
+    const std::int64_t first = a.schedule.ranges[item.range].first_row + item.tile * kFillRows + block * kWarpThreads;
+    if (a.tensors.lse.data && mask >> lane & 1)
+      a.tensors.lse.at(item.entry, first + lane, item.head) = -LONGSPAN_INFINITY;
+    zero_rows<T>(a, a.tensors.out, item.entry, first, item.head, mask);
   }
 }
 

@@ -142,11 +142,12 @@ __device__ __forceinline__ void put_delta(const Launch& a, const Item& item, std
   const int lane = threadIdx.x % kWarpThreads;
   float delta = 0.0f;
   if (row >= 0) {
-    const T* const dout = reinterpret_cast<const T*>(a.dout.data) + a.dout.offset(item.entry, row, item.head);
+    const T* const dout =
+        reinterpret_cast<const T*>(a.gradients.dout.data) + a.gradients.dout.offset(item.entry, row, item.head);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       const int column = n * 8 + (lane % 4) * 2;
-      if (column >= a.columns) continue;
+      if (column >= a.tensors.columns) continue;
       delta = fmaf(as_float(dout[column]), sums[n][2 * half], delta);
       delta = fmaf(as_float(dout[column + 1]), sums[n][2 * half + 1], delta);
     }
@@ -154,7 +155,8 @@ __device__ __forceinline__ void put_delta(const Launch& a, const Item& item, std
   delta += __shfl_xor_sync(~0u, delta, 1);
   delta += __shfl_xor_sync(~0u, delta, 2);
   if (row >= 0 && lane % 4 == 0)
-    a.delta[2 * a.delta_row(item.branch, item.entry, row, item.head) + 1] = delta * factor * a.dscore_scale;
+    a.gradients.delta[2 * a.delta_row(item.branch, item.entry, row, item.head) + 1] =
+        delta * factor * a.gradients.dscore_scale;
 }
 
 /// One tile of 16 * kRowTiles rows a warp. What becomes of a row does not depend on how many there are.
@@ -170,11 +172,11 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
   extern __shared__ __align__(128) char shared[];
   __shared__ std::uint8_t allowed[2][kFeatures ? kKeys : 1];
   __shared__ int total_place;
-  const DeviceBranch& branch = a.branches[item.branch];
-  const int length = a.length(item.entry);
+  const DeviceBranch& branch = a.schedule.branches[item.branch];
+  const int length = a.tensors.length(item.entry);
   const StrandRows strand = branch.strand(item.head, item.segment, length);
-  const StrandQueries queries = a.ranges[item.range].of(strand);
-  const bool listed = kLists && a.lists[item.branch].places;  // its tiles are the strand's, else the range's
+  const StrandQueries queries = a.schedule.ranges[item.range].of(strand);
+  const bool listed = kLists && a.schedule.lists[item.branch].places;  // its tiles are the strand's, else the range's
   const int first_query = listed ? max(queries.begin, item.tile * kRows) : queries.begin + item.tile * kRows;
   const int end_query = queries.begin + queries.count;
   const int rows = kLists ? min(end_query, listed ? (item.tile + 1) * kRows : first_query + kRows) - first_query
@@ -186,25 +188,25 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
   }
   const std::int64_t skipped = kLists ? first_query - queries.begin : static_cast<std::int64_t>(item.tile) * kRows;
   const std::int64_t q_row = queries.q_row + skipped * strand.stride;
-  const int kv_head = item.head / (a.heads / a.kv_heads);
+  const int kv_head = item.head / (a.tensors.heads / a.tensors.kv_heads);
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
   const int warp_row = warp * 16 * kRowTiles, thread_row = warp_row + lane / 4;
 
   const std::uint32_t q_tile = shared_address(shared), k_tiles = q_tile + kRows * kPitch,
                       v_tiles = k_tiles + Shape::kStages * Tile::kKeyBytes;
-  const char* const q_base = a.q.data + a.q.offset(item.entry, q_row, item.head) * kSize;
-  const char* const k_base = a.k.data + a.k.offset(item.entry, strand.start, kv_head) * kSize;
-  const char* const v_base = a.v.data + a.v.offset(item.entry, strand.start, kv_head) * kSize;
-  const std::int64_t k_step = a.k.row * strand.stride * kSize, v_step = a.v.row * strand.stride * kSize;
+  const char* const q_base = a.tensors.q.data + a.tensors.q.offset(item.entry, q_row, item.head) * kSize;
+  const char* const k_base = a.tensors.k.data + a.tensors.k.offset(item.entry, strand.start, kv_head) * kSize;
+  const char* const v_base = a.tensors.v.data + a.tensors.v.offset(item.entry, strand.start, kv_head) * kSize;
+  const std::int64_t k_step = a.tensors.k.row * strand.stride * kSize, v_step = a.tensors.v.row * strand.stride * kSize;
 
   // Without lists, what says where keys end and masks begin is computed where it is needed: the loop has no registers
   // to spare for it, and spills made heads of 48 and 128 up to 8% slower.
-  const auto end_of_keys = [&] { return a.causal ? min(strand.count, first_query + rows) : strand.count; };
+  const auto end_of_keys = [&] { return a.rules.causal ? min(strand.count, first_query + rows) : strand.count; };
   auto keys = RowSequence<kLists>::range(0, end_of_keys(),
-                                         a.causal ? min(strand.count, first_query + warp_row + 1) : strand.count);
+                                         a.rules.causal ? min(strand.count, first_query + warp_row + 1) : strand.count);
   if constexpr (kLists) {
     if (listed) {
-      const BlockLists& lists = a.lists[item.branch];
+      const BlockLists& lists = a.schedule.lists[item.branch];
       keys = RowSequence<kLists>::blocks(lists.walk(lists.place(item.entry, item.head, item.tile), 0, strand.count),
                                          strand.count);
     }
@@ -219,25 +221,25 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
         const int key = keys.row(first + row);
         const bool valid = key < strand.count;
         load_chunk<T, false>(tile + chunk_offset<kPitch>(row, chunk), valid ? base + key * step : base, chunk, valid,
-                             a.columns, true);
+                             a.tensors.columns, true);
       });
     } else if constexpr (!kFeatures) {
       load_rows<Math, kColumns, kKeys, kThreads, false>(tile, values ? v_base : k_base, values ? v_step : k_step, first,
-                                                        strand.count, a.columns, true);
+                                                        strand.count, a.tensors.columns, true);
     } else {
       for_each_chunk<Math, kColumns, kKeys, kThreads, false>([&](int row, int chunk) {
         const char *k_row, *v_row;
         const bool valid = find_key(a, item, kv_head, strand, keys.row(first + row), kSize, k_row, v_row);
         if (!values && chunk == 0) allowed[first / kKeys & 1][row] = valid;
-        load_chunk<T, true>(tile + chunk_offset<kPitch>(row, chunk), values ? v_row : k_row, chunk, valid, a.columns,
-                            a.aligned);
+        load_chunk<T, true>(tile + chunk_offset<kPitch>(row, chunk), values ? v_row : k_row, chunk, valid,
+                            a.tensors.columns, a.tensors.aligned);
       });
     }
     copy_commit();
   };
 
-  load_rows<Math, kColumns, kRows, kThreads, kFeatures>(q_tile, q_base, a.q.row * strand.stride * kSize, 0, rows,
-                                                        a.columns, a.aligned);
+  load_rows<Math, kColumns, kRows, kThreads, kFeatures>(q_tile, q_base, a.tensors.q.row * strand.stride * kSize, 0,
+                                                        rows, a.tensors.columns, a.tensors.aligned);
   load_keys(k_tiles, false, 0);
   if (Shape::kStages > 1) load_keys(v_tiles, true, 0);
 
@@ -253,24 +255,25 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
   }
   const auto position_of = [&](int row) { return strand.start + (first_query + row) * strand.stride; };
   const auto packed_of = [&](int row) {
-    return a.packed_row(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
+    return a.tensors.packed_row(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
   };
-  if (kMerges && a.merges) {
+  if (kMerges && a.schedule.merges) {
     wait_for_earlier(a, item);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = thread_row + 16 * m + 8 * half;
-        if (row >= rows || !a.covered(item.head, position_of(row), length, 0, item.branch)) continue;
+        if (row >= rows || !a.schedule.covered(item.head, position_of(row), length, 0, item.branch)) continue;
         const std::int64_t packed = packed_of(row);
-        tile.largest[m][half] = __ldcg(a.state_sums + 2 * packed);
-        tile.sum[m][half] = lane % 4 == 0 ? __ldcg(a.state_sums + 2 * packed + 1) : 0.0f;
+        tile.largest[m][half] = __ldcg(a.scratch.state_sums + 2 * packed);
+        tile.sum[m][half] = lane % 4 == 0 ? __ldcg(a.scratch.state_sums + 2 * packed + 1) : 0.0f;
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
           const int column = n * 8 + (lane % 4) * 2;
-          if (column >= a.columns) continue;
-          const float2 pair = __ldcg(reinterpret_cast<const float2*>(a.state + packed * a.columns + column));
+          if (column >= a.tensors.columns) continue;
+          const float2 pair =
+              __ldcg(reinterpret_cast<const float2*>(a.scratch.state + packed * a.tensors.columns + column));
           tile.out[m][n][2 * half] = pair.x;
           tile.out[m][n][2 * half + 1] = pair.y;
         }
@@ -278,10 +281,10 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
     }
   }
 
-  const float scale_log2 = a.scale * kLog2E;
+  const float scale_log2 = a.rules.scale * kLog2E;
   const PairRules rules(a, item, strand);
   // Else scores are scaled under the exponential, with and without features: the same bits.
-  const bool biased = kFeatures && (a.alibi || !(a.scale > 0));
+  const bool biased = kFeatures && (a.rules.alibi || !(a.rules.scale > 0));
 
   const int last_key = kLists ? keys.count : end_of_keys();
   const auto take_keys = [&](int first) {
@@ -311,11 +314,12 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
             const int key = keys.row(first + n * 8) + (lane % 4) * 2 + i % 2;
             float& score = tile.scores[m][n][i];
             if (biased) score = fmaf(score, scale_log2, -rules.bias(own, key));
-            if (!allowed[first / kKeys & 1][local] || (a.causal && key > own) || !keys.meets(first + n * 8, own))
+            if (!allowed[first / kKeys & 1][local] || (a.rules.causal && key > own) || !keys.meets(first + n * 8, own))
               score = -LONGSPAN_INFINITY;
           }
-    } else if (kLists ? first + kKeys > keys.unmasked
-                      : first + kKeys > strand.count || (a.causal && first + kKeys > first_query + warp_row + 1)) {
+    } else if (kLists
+                   ? first + kKeys > keys.unmasked
+                   : first + kKeys > strand.count || (a.rules.causal && first + kKeys > first_query + warp_row + 1)) {
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
         const int first_key = keys.row(first + n * 8) + (lane % 4) * 2;
@@ -324,14 +328,14 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int own = first_query + thread_row + 16 * m + (i / 2) * 8, key = first_key + i % 2;
-            if (key >= strand.count || (a.causal && key > own) || !keys.meets(first + n * 8, own))
+            if (key >= strand.count || (a.rules.causal && key > own) || !keys.meets(first + n * 8, own))
               tile.scores[m][n][i] = -LONGSPAN_INFINITY;
           }
       }
     }
     tile.softmax(biased ? 1.0f : scale_log2);
     if constexpr (kFeatures) {
-      if (a.dropout) {
+      if (a.rules.dropout) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -386,7 +390,7 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
 
   // Padding, then either put the state down for a later branch or write the row. What that takes is computed here.
   const int done = computed_here(0);
-  const int padding = branch.padding(strand.count, length, a.causal);
+  const int padding = branch.padding(strand.count, length, a.rules.causal);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -405,28 +409,28 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
         }
       }
       const int row = done + thread_row + 16 * m + 8 * half;
-      const bool unfinished = kMerges && a.merges && row < rows &&
-                              a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count);
+      const bool unfinished =
+          kMerges && a.schedule.merges && row < rows &&
+          a.schedule.covered(item.head, position_of(row), length, item.branch + 1, a.schedule.branch_count);
       if (unfinished) {
         const std::int64_t packed = packed_of(row);
         if (lane % 4 == 0) {
-          __stcg(a.state_sums + 2 * packed, tile.largest[m][half]);
-          __stcg(a.state_sums + 2 * packed + 1, sum);
+          __stcg(a.scratch.state_sums + 2 * packed, tile.largest[m][half]);
+          __stcg(a.scratch.state_sums + 2 * packed + 1, sum);
         }
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
           const int column = n * 8 + (lane % 4) * 2;
-          if (column >= a.columns) continue;
-          __stcg(reinterpret_cast<float2*>(a.state + packed * a.columns + column),
+          if (column >= a.tensors.columns) continue;
+          __stcg(reinterpret_cast<float2*>(a.scratch.state + packed * a.tensors.columns + column),
                  make_float2(tile.out[m][n][2 * half], tile.out[m][n][2 * half + 1]));
         }
-      } else if (!(kFeatures && a.deltas) && a.lse && row < rows && lane % 4 == 0) {
-        const std::int64_t target =
-            a.lse_offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head);
-        a.lse[target] = sum == 0.0f ? -LONGSPAN_INFINITY : fmaf(Tile::base_of(tile.largest[m][half]), kLn2, logf(sum));
+      } else if (!(kFeatures && a.gradients.deltas) && a.tensors.lse.data && row < rows && lane % 4 == 0) {
+        a.tensors.lse.at(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head) =
+            sum == 0.0f ? -LONGSPAN_INFINITY : fmaf(Tile::base_of(tile.largest[m][half]), kLn2, logf(sum));
       }
-      const float factor = sum == 0.0f ? 0.0f : a.output_scale / sum;
-      if (kFeatures && a.deltas) {
+      const float factor = sum == 0.0f ? 0.0f : a.rules.output_scale / sum;
+      if (kFeatures && a.gradients.deltas) {
         put_delta<T>(a, item, row < rows ? q_row + static_cast<std::int64_t>(row) * strand.stride : -1, factor,
                      tile.out[m], half);
         continue;
@@ -438,20 +442,22 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
       }
     }
   }
-  if (kFeatures && a.deltas) return;
+  if (kFeatures && a.gradients.deltas) return;
   __syncwarp();
   constexpr int kPerChunk = 16 / kSize, kChunks = kColumns / kPerChunk;
 #pragma unroll 4
   for (int i = lane; i < 16 * kRowTiles * kChunks; i += kWarpThreads) {
     const int row = done + warp_row + i / kChunks, chunk = i % kChunks;
-    if (row >= rows || chunk * kPerChunk >= a.columns) continue;
-    if (kMerges && a.merges && a.covered(item.head, position_of(row), length, item.branch + 1, a.branch_count))
+    if (row >= rows || chunk * kPerChunk >= a.tensors.columns) continue;
+    if (kMerges && a.schedule.merges &&
+        a.schedule.covered(item.head, position_of(row), length, item.branch + 1, a.schedule.branch_count))
       continue;
     const uint4 value = *reinterpret_cast<const uint4*>(shared + chunk_offset<kPitch>(row, chunk));
-    T* const target = reinterpret_cast<T*>(a.out.data) +
-                      a.out.offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head) +
-                      chunk * kPerChunk;
-    if (!kFeatures || a.aligned) {
+    T* const target =
+        reinterpret_cast<T*>(a.tensors.out.data) +
+        a.tensors.out.offset(item.entry, q_row + static_cast<std::int64_t>(row) * strand.stride, item.head) +
+        chunk * kPerChunk;
+    if (!kFeatures || a.tensors.aligned) {
       *reinterpret_cast<uint4*>(target) = value;
     } else {
       const T* const elements = reinterpret_cast<const T*>(&value);
@@ -466,7 +472,8 @@ template <class Shape>
 __global__ void __launch_bounds__(ForwardTile<Shape>::kThreads, Shape::kBlocksPerSm)
     forward_mma(const __grid_constant__ Launch a) {
   bool half = false;
-  const Item item = Shape::kHalves ? a.decode_halves(take_sized_item<Shape::kWarps>(a), half) : a.decode(take_item(a));
+  const Item item = Shape::kHalves ? a.schedule.decode_halves(take_sized_item<Shape::kWarps>(a), half)
+                                   : a.schedule.decode(take_item(a));
   if (item.branch < 0) {
     fill_uncovered<Element<typename Shape::Math>>(a, item, threadIdx.x / kWarpThreads, blockDim.x / kWarpThreads);
     return;

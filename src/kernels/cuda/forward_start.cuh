@@ -17,20 +17,20 @@ cudaError_t start_forward(const Launch& launch, bool features, cudaStream_t stre
       using Tile = ForwardTile<Shape>;
       static_assert(Tile::kRows == tile_rows(kWide<Math>, kColumns));
       static_assert(Tile::kSharedBytes <= forward_shared_bytes(kWide<Math>, kColumns));
-      return start<&forward_mma<Shape>>(launch.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
+      return start<&forward_mma<Shape>>(launch.schedule.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
     };
     if constexpr (!kFeatures && !kLists) {
-      if (!launch.totals) return run_shape.template operator()<false>();
+      if (!launch.scratch.totals) return run_shape.template operator()<false>();
     }
     return run_shape.template operator()<true>();
   };
   if constexpr (!kWide<Math>) {
     if (lean_lists(launch, features))
-      return launch.columns <= 64 ? run.template operator()<64, false, true>()
-                                  : run.template operator()<128, false, true>();
+      return launch.tensors.columns <= 64 ? run.template operator()<64, false, true>()
+                                          : run.template operator()<128, false, true>();
     if (crowded(false, launch, features)) return run.template operator()<64, false, false, true>();
   }
-  return with_head_dim<!kWide<Math>, 256>(launch.columns, features || launch.listed, run);
+  return with_head_dim<!kWide<Math>, 256>(launch.tensors.columns, features || launch.schedule.listed, run);
 }
 
 }  // namespace longspan::cuda

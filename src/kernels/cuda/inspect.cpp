@@ -52,7 +52,15 @@ BlockMask chosen_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
   const DeviceGuard guard(device);
   const Workspace space = layout(plan, Pass::forward, false);
   const DeviceLease lease(device, call.stream, space.total);
-  const ForwardArguments arguments{plan, call, ranges, q, k, k, {}, {}, 1, lease.data()};
+  const ForwardArguments arguments{.plan = plan,
+                                   .call = call,
+                                   .ranges = ranges,
+                                   .q = q,
+                                   .k = k,
+                                   .v = k,
+                                   .out = {},
+                                   .lse = {},
+                                   .workspace = lease.data()};
   check_pointers(arguments);
   for_each_launch(arguments, {}, false, [](Launch&) {});
   std::size_t offset = space.adaptive;

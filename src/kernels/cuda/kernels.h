@@ -26,7 +26,8 @@ constexpr int backward_shared_bytes(bool wide, int columns) {
 /// differ in length: of more blocks at once some multiprocessors get several long ones.
 inline constexpr int kCrowdedBlocks = 3;
 inline bool crowded(bool wide, const Launch& launch, bool features) {
-  return !wide && !features && !launch.listed && !launch.causal && launch.columns > 48 && launch.columns <= 64;
+  return !wide && !features && !launch.schedule.listed && !launch.rules.causal && launch.tensors.columns > 48 &&
+         launch.tensors.columns <= 64;
 }
 
 /// `features`: anything the lean instantiation leaves out (see ForwardShape).

@@ -67,52 +67,23 @@ struct Item {
   int finished_before;
 };
 
-struct Launch {
-  Rows q, k, v, out, dout, dq, dk, dv;
-  float* lse;
-  std::int64_t lse_batch, lse_row, lse_head;
-  const float* dlse;
-  std::int64_t dlse_batch, dlse_row, dlse_head;
+/// A float32 for each [batch, row, head]; strides in elements.
+struct RowValues {
+  float* data;
+  std::int64_t batch, row, head;
+  LONGSPAN_DEVICE float& at(int entry, std::int64_t r, int h) const { return data[entry * batch + r * row + h * head]; }
+};
+
+/// Sizes, what a call reads, and what a forward writes.
+struct Tensors {
+  Rows q, k, v, out;
+  RowValues lse;  // without data where nobody asked for it
   const void* lengths;
-  std::int64_t lengths_batch;
-  const std::uint8_t* key_mask;
-  std::int64_t key_mask_batch, key_mask_row;
-  const float* alibi;
-  std::int64_t alibi_head;
-  const std::uint64_t* seed_pointer;
-  std::uint64_t seed;
-  std::int64_t items, query_rows;
-  unsigned whole_tiles, halved_tiles;  // forward: after that many items come that many tiles as two items each
-  unsigned whole_each;                 // whole tiles of each multiprocessor
-  float* state;       // float32 accumulators of rows that several branches share, [entry, row, head][columns]
-  float* state_sums;  // their running maximum and sum
-  float* delta;       // backward: [entry, head, row] (x branch with detached_mix)
-  float* dq_sum;      // backward: float32 accumulators
-  float* dk_sum;
-  float* dv_sum;
-  unsigned* ticket;    // next item, when items must start in order; next whole tile and next other item (halves)
-  unsigned* finished;  // items done per range, entry and head
-  unsigned* leaving;   // see counters.h; null: nothing has to be left at zero
-  float* totals;       // of closed sums (closed_sums.cuh): places of total_floats each, which blocks take and give back
-  unsigned* total_places;  // whether they are taken
-  int total_count, total_floats;
-  float scale, output_scale, keep_factor;
-  float dscore_scale, sum_scale;  // backward: their product is scale; see prepare.cpp
-  std::uint32_t drop_threshold;
-  int batch, tokens, heads, kv_heads, columns, branch_count, work_count, range_count, piece_count;
-  bool causal, lengths_64, merges, aligned, detached, dropout, sum_keys, fill;
-  bool deltas;       // a forward that puts down delta of each branch instead of out
-  bool compact;      // a backward with little shared memory
-  bool separate_dq;  // a backward whose dq is another launch's
-  bool descending;   // tiles of a strand, so that long ones come first
-  bool listed;       // some branch has a block mask
-  DeviceBranch branches[kMaxBranches];
-  BlockLists lists[kMaxBranches];  // of branches with a block mask, for the tiles of this launch
-  DeviceRange ranges[kMaxRanges];
-  Work work[kMaxWork];
+  std::int64_t lengths_batch, query_rows;
+  int batch, tokens, heads, kv_heads, columns, piece_count;
+  bool lengths_64, aligned;
   DevicePiece pieces[kMaxPieces];
-  const DevicePiece* piece_table;         // in device memory, where there are more than that
-  const PieceGradients* piece_gradients;  // one for each piece, where backward adds to those
+  const DevicePiece* piece_table;  // in device memory, where there are more than that
 
   LONGSPAN_DEVICE int length(int entry) const {
     if (!lengths) return tokens;
@@ -120,26 +91,8 @@ struct Launch {
                                           : static_cast<const std::int32_t*>(lengths)[entry * lengths_batch];
     return static_cast<int>(value < 0 ? 0 : value > tokens ? tokens : value);
   }
-  LONGSPAN_DEVICE std::int64_t lse_offset(int entry, std::int64_t row, int head) const {
-    return entry * lse_batch + row * lse_row + head * lse_head;
-  }
   LONGSPAN_DEVICE std::int64_t packed_row(int entry, std::int64_t row, int head) const {
     return (static_cast<std::int64_t>(entry) * heads + head) * query_rows + row;
-  }
-  /// Where {lse, delta} of a row lies; with detached_mix every branch has its own.
-  LONGSPAN_DEVICE std::int64_t delta_row(int branch, int entry, std::int64_t row, int head) const {
-    return (detached ? branch * batch * static_cast<std::int64_t>(heads) * query_rows : 0) +
-           packed_row(entry, row, head);
-  }
-  LONGSPAN_DEVICE bool allowed(int entry, int position) const {
-    return !key_mask || key_mask[entry * key_mask_batch + position * key_mask_row] != 0;
-  }
-  LONGSPAN_DEVICE bool covered(int head, int position, int length_of_entry, int first_branch, int last_branch) const {
-    for (int b = first_branch; b < last_branch; ++b) {
-      if (branches[b].owns(head) && branches[b].active(length_of_entry) && branches[b].covers(head, position))
-        return true;
-    }
-    return false;
   }
   /// Address of a row of k and v, in bytes from their types' size; null in both if no piece holds it.
   LONGSPAN_DEVICE void key_row(int entry, int kv_head, int position, int element, const char*& k_row,
@@ -169,15 +122,47 @@ struct Launch {
     }
     return -1;
   }
-  /// Where the gradient of a row of k (or v) is added; null if no piece has it.
-  LONGSPAN_DEVICE float* gradient_row(int entry, int kv_head, int position, bool values) const {
-    int row = 0;
-    const int index = find_piece(kv_head, position, row);
-    if (index < 0) return nullptr;
-    const Rows& rows = values ? piece_gradients[index].dv : piece_gradients[index].dk;
-    return reinterpret_cast<float*>(rows.data) + rows.offset(entry, row, kv_head - piece_list()[index].kv_head);
-  }
+};
 
+/// What becomes of a pair of rows.
+struct Rules {
+  float scale, output_scale, keep_factor;
+  std::uint32_t drop_threshold;
+  std::uint64_t seed;
+  const std::uint64_t* seed_pointer;
+  const std::uint8_t* key_mask;
+  std::int64_t key_mask_batch, key_mask_row;
+  const float* alibi;
+  std::int64_t alibi_head;
+  bool causal, dropout;
+
+  LONGSPAN_DEVICE bool allowed(int entry, int position) const {
+    return !key_mask || key_mask[entry * key_mask_batch + position * key_mask_row] != 0;
+  }
+};
+
+/// Which rows meet which, cut into items.
+struct Schedule {
+  std::int64_t items;
+  unsigned whole_tiles, halved_tiles;  // forward: after that many items come that many tiles as two items each
+  unsigned whole_each;                 // whole tiles of each multiprocessor
+  int branch_count, work_count, range_count;
+  bool merges;      // branches share rows
+  bool fill;        // some rows may be in no branch
+  bool descending;  // tiles of a strand, so that long ones come first
+  bool listed;      // some branch has a block mask
+  DeviceBranch branches[kMaxBranches];
+  BlockLists lists[kMaxBranches];  // of branches with a block mask, for the tiles of this launch
+  DeviceRange ranges[kMaxRanges];
+  Work work[kMaxWork];
+
+  LONGSPAN_DEVICE bool covered(int head, int position, int length_of_entry, int first_branch, int last_branch) const {
+    for (int b = first_branch; b < last_branch; ++b) {
+      if (branches[b].owns(head) && branches[b].active(length_of_entry) && branches[b].covers(head, position))
+        return true;
+    }
+    return false;
+  }
   /// Items are fewer than 2^31, so 32 bits do, which divide several times faster.
   LONGSPAN_DEVICE Item decode(unsigned flat) const {
     int w = 0;
@@ -210,6 +195,55 @@ struct Launch {
     Item item = decode(before ? flat : half ? whole_tiles + beyond / 2 : flat - halved_tiles);
     if (half) item.tile = 2 * item.tile + static_cast<int>(beyond % 2);
     return item;
+  }
+};
+
+/// Memory of the call that blocks share.
+struct Scratch {
+  float* state;        // float32 accumulators of rows that several branches share, [entry, row, head][columns]
+  float* state_sums;   // their running maximum and sum
+  unsigned* ticket;    // next item, when items must start in order; next whole tile and next other item (halves)
+  unsigned* finished;  // items done per range, entry and head
+  unsigned* leaving;   // see counters.h; null: nothing has to be left at zero
+  float* totals;       // of closed sums (closed_sums.cuh): places of total_floats each, which blocks take and give back
+  unsigned* total_places;  // whether they are taken
+  int total_count, total_floats;
+};
+
+/// What a backward adds.
+struct Gradients {
+  Rows dout, dq, dk, dv;
+  RowValues dlse;
+  const PieceGradients* piece_gradients;  // one for each piece, where gradients are added to those
+  float* delta;                           // [entry, head, row] (x branch with detached_mix)
+  float *dq_sum, *dk_sum, *dv_sum;        // float32 accumulators
+  float dscore_scale, sum_scale;          // their product is scale; see prepare.cpp
+  bool detached, sum_keys;
+  bool deltas;       // a forward that puts down delta of each branch instead of out
+  bool compact;      // with little shared memory
+  bool separate_dq;  // dq is another launch's
+};
+
+struct Launch {
+  Tensors tensors;
+  Rules rules;
+  Schedule schedule;
+  Scratch scratch;
+  Gradients gradients;
+
+  /// Where {lse, delta} of a row lies; with detached_mix every branch has its own.
+  LONGSPAN_DEVICE std::int64_t delta_row(int branch, int entry, std::int64_t row, int head) const {
+    const std::int64_t rows = static_cast<std::int64_t>(tensors.heads) * tensors.query_rows;
+    return (gradients.detached ? branch * tensors.batch * rows : 0) + tensors.packed_row(entry, row, head);
+  }
+  /// Where the gradient of a row of k (or v) is added; null if no piece has it.
+  LONGSPAN_DEVICE float* gradient_row(int entry, int kv_head, int position, bool values) const {
+    int row = 0;
+    const int index = tensors.find_piece(kv_head, position, row);
+    if (index < 0) return nullptr;
+    const PieceGradients& piece = gradients.piece_gradients[index];
+    const Rows& rows = values ? piece.dv : piece.dk;
+    return reinterpret_cast<float*>(rows.data) + rows.offset(entry, row, kv_head - tensors.piece_list()[index].kv_head);
   }
 };
 static_assert(sizeof(Launch) <= 4000, "kernel parameters are limited to 4 KB");

@@ -31,6 +31,12 @@ Rows rows_of(const View& view) {
           view.strides[2]};
 }
 
+/// Without data where there is no tensor.
+RowValues values_of(const ConstTensorView& view) {
+  if (!view.given()) return {};
+  return {static_cast<float*>(const_cast<void*>(view.data)), view.strides[0], view.strides[1], view.strides[2]};
+}
+
 bool aligned(const ConstTensorView& view) {
   std::uint64_t bits = reinterpret_cast<std::uintptr_t>(view.data);
   for (int d = 0; d < 3; ++d) {
@@ -69,56 +75,54 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
   const Plan& plan = a.plan;
   const Problem& problem = plan.problem();
   Launch launch{};
-  launch.q = rows_of(a.q);
-  launch.k = rows_of(a.k);
-  launch.v = rows_of(a.v);
-  launch.out = rows_of(a.out);
-  if (a.lse.given()) {
-    launch.lse = static_cast<float*>(const_cast<void*>(static_cast<const void*>(a.lse.data)));
-    launch.lse_batch = a.lse.strides[0], launch.lse_row = a.lse.strides[1], launch.lse_head = a.lse.strides[2];
-  }
+  launch.tensors.q = rows_of(a.q);
+  launch.tensors.k = rows_of(a.k);
+  launch.tensors.v = rows_of(a.v);
+  launch.tensors.out = rows_of(a.out);
+  launch.tensors.lse = values_of(a.lse);
   const Call& call = a.call;
   if (call.lengths.given()) {
-    launch.lengths_64 = call.lengths.dtype == DType::i64;
-    launch.lengths = call.lengths.data;
-    launch.lengths_batch = call.lengths.strides[0];
+    launch.tensors.lengths_64 = call.lengths.dtype == DType::i64;
+    launch.tensors.lengths = call.lengths.data;
+    launch.tensors.lengths_batch = call.lengths.strides[0];
     if (call.lengths.device.type == DeviceType::cpu) {
       std::byte* const copy = a.workspace + space.lengths;
       upload_lengths(copy, call.lengths, problem.batch, static_cast<cudaStream_t>(call.stream));
-      launch.lengths = copy;
-      launch.lengths_batch = 1;
-      launch.lengths_64 = true;
+      launch.tensors.lengths = copy;
+      launch.tensors.lengths_batch = 1;
+      launch.tensors.lengths_64 = true;
     }
   }
   if (call.key_mask.given()) {
-    launch.key_mask = static_cast<const std::uint8_t*>(call.key_mask.data);
-    launch.key_mask_batch = call.key_mask.strides[0], launch.key_mask_row = call.key_mask.strides[1];
+    launch.rules.key_mask = static_cast<const std::uint8_t*>(call.key_mask.data);
+    launch.rules.key_mask_batch = call.key_mask.strides[0], launch.rules.key_mask_row = call.key_mask.strides[1];
   }
   if (call.alibi_slopes.given()) {
-    launch.alibi = static_cast<const float*>(call.alibi_slopes.data);
-    launch.alibi_head = call.alibi_slopes.strides[2];
+    launch.rules.alibi = static_cast<const float*>(call.alibi_slopes.data);
+    launch.rules.alibi_head = call.alibi_slopes.strides[2];
   }
   const double dropout = plan.options().dropout;
-  launch.dropout = dropout > 0;
-  launch.seed = call.dropout_seed;
-  launch.seed_pointer = launch.dropout ? call.dropout_seed_pointer : nullptr;
-  launch.drop_threshold = static_cast<std::uint32_t>(dropout * 4294967296.0);
-  launch.keep_factor = static_cast<float>(1.0 / (1.0 - dropout));
-  launch.query_rows = problem.query_rows;
-  launch.scale = static_cast<float>(plan.scale());
-  launch.output_scale = static_cast<float>(plan.output_scale());
+  launch.rules.dropout = dropout > 0;
+  launch.rules.seed = call.dropout_seed;
+  launch.rules.seed_pointer = launch.rules.dropout ? call.dropout_seed_pointer : nullptr;
+  launch.rules.drop_threshold = static_cast<std::uint32_t>(dropout * 4294967296.0);
+  launch.rules.keep_factor = static_cast<float>(1.0 / (1.0 - dropout));
+  launch.tensors.query_rows = problem.query_rows;
+  launch.rules.scale = static_cast<float>(plan.scale());
+  launch.rules.output_scale = static_cast<float>(plan.output_scale());
   // A large scale goes with peaked probabilities and tiny dS, which float16 would flush: it is applied before rounding.
-  launch.dscore_scale = std::abs(launch.scale) > 1 ? launch.scale : 1.0f;
-  launch.sum_scale = std::abs(launch.scale) > 1 ? 1.0f : launch.scale;
-  launch.batch = clamp(problem.batch), launch.tokens = clamp(problem.tokens), launch.heads = clamp(problem.heads);
-  launch.kv_heads = clamp(problem.kv_heads), launch.columns = clamp(problem.head_dim);
-  launch.causal = plan.options().causal;
-  launch.merges = matrix && plan.merges_branches();
-  launch.detached = plan.options().detached_mix;
-  launch.aligned = problem.alignment >= 16;
-  launch.fill = !covers_everything(plan) || problem.has_lengths;
+  launch.gradients.dscore_scale = std::abs(launch.rules.scale) > 1 ? launch.rules.scale : 1.0f;
+  launch.gradients.sum_scale = std::abs(launch.rules.scale) > 1 ? 1.0f : launch.rules.scale;
+  launch.tensors.batch = clamp(problem.batch), launch.tensors.tokens = clamp(problem.tokens),
+  launch.tensors.heads = clamp(problem.heads);
+  launch.tensors.kv_heads = clamp(problem.kv_heads), launch.tensors.columns = clamp(problem.head_dim);
+  launch.rules.causal = plan.options().causal;
+  launch.schedule.merges = matrix && plan.merges_branches();
+  launch.gradients.detached = plan.options().detached_mix;
+  launch.tensors.aligned = problem.alignment >= 16;
+  launch.schedule.fill = !covers_everything(plan) || problem.has_lengths;
   for (const BranchPlan& branch : plan.branches()) {
-    launch.branches[launch.branch_count++] = branch_of<int>(branch);
+    launch.schedule.branches[launch.schedule.branch_count++] = branch_of<int>(branch);
   }
   return launch;
 }
@@ -136,12 +140,12 @@ class PieceTable {
                       .rows = clamp(piece.k.rows()),
                       .kv_head = clamp(piece.kv_head),
                       .heads = clamp(piece.k.heads())});
-      launch.aligned = launch.aligned && aligned(piece.k) && aligned(piece.v);
+      launch.tensors.aligned = launch.tensors.aligned && aligned(piece.k) && aligned(piece.v);
     }
-    launch.piece_count = static_cast<int>(list.size());
+    launch.tensors.piece_count = static_cast<int>(list.size());
     const bool gradients = !call.pieces.empty() && call.pieces[0].dk.given();
-    if (list.size() <= kMaxPieces) std::copy(list.begin(), list.end(), launch.pieces);
-    else launch.piece_table = upload(pieces_, list, call, device);
+    if (list.size() <= kMaxPieces) std::copy(list.begin(), list.end(), launch.tensors.pieces);
+    else launch.tensors.piece_table = upload(pieces_, list, call, device);
     if (!gradients) return;
     std::vector<PieceGradients> sums;
     for (const KeyPiece& piece : call.pieces) {
@@ -151,7 +155,7 @@ class PieceTable {
       }
       sums.push_back({rows_of(piece.dk), rows_of(piece.dv)});
     }
-    launch.piece_gradients = upload(gradients_, sums, call, device);
+    launch.gradients.piece_gradients = upload(gradients_, sums, call, device);
   }
 
  private:
@@ -172,41 +176,43 @@ class PieceTable {
 
 /// Tables of one launch: items branch by branch (so that merging finds earlier branches started), then uncovered rows.
 void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
-  launch.work_count = 0;
-  launch.items = 0;
-  launch.whole_tiles = launch.halved_tiles = launch.whole_each = 0;
+  launch.schedule.work_count = 0;
+  launch.schedule.items = 0;
+  launch.schedule.whole_tiles = launch.schedule.halved_tiles = launch.schedule.whole_each = 0;
   if (tiling.rows == 0) return;
   int finished[kMaxRanges] = {};
-  launch.descending = launch.causal && !tiling.by_keys;
+  launch.schedule.descending = launch.rules.causal && !tiling.by_keys;
   const auto add = [&](Work work) {
     const std::int64_t per_head = static_cast<std::int64_t>(work.segments) * work.tiles;
-    work.first_item = static_cast<unsigned>(std::min(launch.items, kMost));  // more than that is refused below
-    work.strands = static_cast<unsigned>(static_cast<std::int64_t>(work.segments) * work.head_count * launch.batch);
-    work.chunk = static_cast<unsigned>(launch.causal ? ceil_divide<std::int64_t>(kItemsByLength, work.tiles) : 1);
-    launch.items += per_head * work.head_count * launch.batch;
+    work.first_item = static_cast<unsigned>(std::min(launch.schedule.items, kMost));  // more than that is refused below
+    work.strands =
+        static_cast<unsigned>(static_cast<std::int64_t>(work.segments) * work.head_count * launch.tensors.batch);
+    work.chunk = static_cast<unsigned>(launch.rules.causal ? ceil_divide<std::int64_t>(kItemsByLength, work.tiles) : 1);
+    launch.schedule.items += per_head * work.head_count * launch.tensors.batch;
     if (work.branch >= 0) finished[work.range] += clamp(per_head);
-    launch.work[launch.work_count++] = work;
+    launch.schedule.work[launch.schedule.work_count++] = work;
   };
   // Branches that merge come one after the other; only the rest may be interleaved.
-  const bool in_parts = tiling.parts && launch.causal && (tiling.by_keys || !launch.merges);
-  const int works = std::max(1, launch.branch_count * launch.range_count);
-  const int parts = in_parts ? std::clamp((kMaxWork - launch.range_count) / works, 1, kMaxParts) : 1;
+  const bool in_parts = tiling.parts && launch.rules.causal && (tiling.by_keys || !launch.schedule.merges);
+  const int works = std::max(1, launch.schedule.branch_count * launch.schedule.range_count);
+  const int parts = in_parts ? std::clamp((kMaxWork - launch.schedule.range_count) / works, 1, kMaxParts) : 1;
   for (int part = 0; part < parts; ++part) {
-    for (int b = 0; b < launch.branch_count; ++b) {
-      const DeviceBranch& branch = launch.branches[b];
+    for (int b = 0; b < launch.schedule.branch_count; ++b) {
+      const DeviceBranch& branch = launch.schedule.branches[b];
       if (tiling.branch != kEveryBranch && tiling.branch != b) continue;
       // With lengths a branch that N leaves out may come in: segments longer than N are longer than every length, so
       // no.
-      if (!branch.active(launch.tokens)) continue;
-      const std::int64_t longest = branch.longest_strand(launch.tokens);
-      for (int r = 0; r < launch.range_count; ++r) {
-        const DeviceRange& range = launch.ranges[r];
+      if (!branch.active(launch.tensors.tokens)) continue;
+      const std::int64_t longest = branch.longest_strand(launch.tensors.tokens);
+      for (int r = 0; r < launch.schedule.range_count; ++r) {
+        const DeviceRange& range = launch.schedule.ranges[r];
         const int first = range.start / branch.segment, last = (range.start + range.count - 1) / branch.segment;
         const std::int64_t rows =
             tiling.by_keys ? longest : std::min(longest, ceil_divide<std::int64_t>(range.count, branch.dilation));
         std::int64_t first_tile = 0, tiles = ceil_divide<std::int64_t>(rows, tiling.rows);
-        if (launch.lists[b].places) {  // its tiles are those of the strand, not of the range
-          tiles = tiling.by_keys ? launch.lists[b].place_count : ceil_divide<std::int64_t>(longest, tiling.rows);
+        if (launch.schedule.lists[b].places) {  // its tiles are those of the strand, not of the range
+          tiles =
+              tiling.by_keys ? launch.schedule.lists[b].place_count : ceil_divide<std::int64_t>(longest, tiling.rows);
           if (!tiling.by_keys && first == last) {
             const std::int64_t before = range.start - static_cast<std::int64_t>(first) * branch.segment;
             first_tile = std::max<std::int64_t>(0, before - branch.dilation + 1) / branch.dilation / tiling.rows;
@@ -216,7 +222,7 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
                 first_tile;
           }
         }
-        const std::int64_t place = launch.descending ? parts - 1 - part : part;
+        const std::int64_t place = launch.schedule.descending ? parts - 1 - part : part;
         const std::int64_t begin = first_tile + tiles * place / parts, end = first_tile + tiles * (place + 1) / parts;
         if (begin >= end) continue;
         add({.branch = b,
@@ -231,17 +237,17 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
       }
     }
   }
-  if (launch.fill && tiling.fills && !tiling.by_keys) {
-    for (int r = 0; r < launch.range_count; ++r) {
+  if (launch.schedule.fill && tiling.fills && !tiling.by_keys) {
+    for (int r = 0; r < launch.schedule.range_count; ++r) {
       add({.branch = -1,
            .range = r,
-           .head_count = launch.heads,
-           .tiles = strands::ceil_divide(launch.ranges[r].count, kFillRows)});
+           .head_count = launch.tensors.heads,
+           .tiles = strands::ceil_divide(launch.schedule.ranges[r].count, kFillRows)});
     }
   }
-  if (launch.items > kMost) {
+  if (launch.schedule.items > kMost) {
     throw Unsupported(fmt::format("{} work items on {}: up to {} run in one launch; pass query_ranges in several calls",
-                                  launch.items, to_string(plan.problem().device), kMost));
+                                  launch.schedule.items, to_string(plan.problem().device), kMost));
   }
 }
 
@@ -250,15 +256,15 @@ namespace {
 /// For what is found once for all queries of a call.
 Launch with_all_ranges(const Launch& launch, const Plan& plan, std::span<const RowRange> ranges) {
   Launch all = launch;
-  all.range_count = 0;
+  all.schedule.range_count = 0;
   std::int64_t first_row = 0;
   for (const RowRange& range : ranges) {
     if (range.count == 0) continue;
-    if (all.range_count == kMaxRanges)
+    if (all.schedule.range_count == kMaxRanges)
       throw Unsupported(
           fmt::format("{} query ranges with an adaptive mask on {}: up to {} run there; join adjacent ones",
                       ranges.size(), to_string(plan.problem().device), kMaxRanges));
-    all.ranges[all.range_count++] = {clamp(range.start), clamp(range.count), first_row};
+    all.schedule.ranges[all.schedule.range_count++] = {clamp(range.start), clamp(range.count), first_row};
     first_row += range.count;
   }
   return all;
@@ -270,9 +276,9 @@ template <class Arguments>
 void add_lists(Launch& launch, const Arguments& a, const Workspace& space, Tiling tiling) {
   const Plan& plan = a.plan;
   const auto& branches = plan.branches();
-  launch.listed =
+  launch.schedule.listed =
       std::any_of(branches.begin(), branches.end(), [](const BranchPlan& branch) { return branch.mask.has_value(); });
-  if (!launch.listed) return;
+  if (!launch.schedule.listed) return;
   const auto stream = static_cast<cudaStream_t>(a.call.stream);
   const int device = plan.problem().device.index;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -283,19 +289,19 @@ void add_lists(Launch& launch, const Arguments& a, const Workspace& space, Tilin
     const BranchPlan& branch = branches[b];
     if (!branch.mask) continue;
     const int rows = tiling.rows > 0 ? tiling.rows : branch.mask->block_size();
-    const ListShape shape{rows, tiling.by_keys, tiling.splits, launch.causal};
+    const ListShape shape{rows, tiling.by_keys, tiling.splits, launch.rules.causal};
     if (branch.adaptive_density > 0) {
       const AdaptiveShape chosen = adaptive_shape(plan, branch);
       const Launch all = with_all_ranges(launch, plan, a.ranges);
       const AdaptiveCall call{all, chosen, static_cast<int>(b), plan.problem().dtype, shared_bytes, adaptive, stream};
-      check(adaptive_lists(call, shape, tiling.masks_chosen, launch.lists[b]),
+      check(adaptive_lists(call, shape, tiling.masks_chosen, launch.schedule.lists[b]),
             "starting the kernels that choose blocks and list them");
       adaptive += AdaptivePlaces(chosen).total;
       continue;
     }
-    launch.lists[b] = lists_of(*branch.mask, shape, device, capture != cudaStreamCaptureStatusNone);
+    launch.schedule.lists[b] = lists_of(*branch.mask, shape, device, capture != cudaStreamCaptureStatusNone);
     if (branch.mask_entry_stride > 0)
-      launch.lists[b].entry_places = clamp(branch.mask_entry_stride) * launch.lists[b].head_places;
+      launch.schedule.lists[b].entry_places = clamp(branch.mask_entry_stride) * launch.schedule.lists[b].head_places;
   }
 }
 
@@ -304,17 +310,17 @@ void split_ranges(Launch& launch, const Plan& plan, std::span<const RowRange> ra
   const std::size_t at_once = tiling.rows > 0 ? ranges_per_launch(plan) : kMaxRanges;
   std::int64_t first_row = 0;
   const auto run_part = [&] {
-    if (launch.range_count == 0) return;
+    if (launch.schedule.range_count == 0) return;
     add_work(launch, plan, tiling);
     run(launch);
-    launch.range_count = 0;
+    launch.schedule.range_count = 0;
   };
-  launch.range_count = 0;
+  launch.schedule.range_count = 0;
   for (const RowRange& range : ranges) {
     if (range.count == 0) continue;  // else calls of one range that has rows would not be known as such everywhere
-    launch.ranges[launch.range_count++] = {clamp(range.start), clamp(range.count), first_row};
+    launch.schedule.ranges[launch.schedule.range_count++] = {clamp(range.start), clamp(range.count), first_row};
     first_row += range.count;
-    if (static_cast<std::size_t>(launch.range_count) == at_once) run_part();
+    if (static_cast<std::size_t>(launch.schedule.range_count) == at_once) run_part();
   }
   run_part();
 }
@@ -326,7 +332,7 @@ void split_windows(Launch& launch, const ForwardArguments& a, Tiling tiling, con
     split_ranges(launch, a.plan, a.ranges, tiling, run);
   }
   tiling.fills = false;
-  for (int b = 0; b < launch.branch_count; ++b) {
+  for (int b = 0; b < launch.schedule.branch_count; ++b) {
     tiling.branch = b;
     std::int64_t first_row = 0;
     for (const RowRange& range : a.ranges) {
@@ -334,8 +340,8 @@ void split_windows(Launch& launch, const ForwardArguments& a, Tiling tiling, con
         const std::int64_t begin = std::max(range.start, window.start),
                            end = std::min(range.start + range.count, window.start + window.count);
         if (begin >= end) continue;
-        launch.range_count = 1;
-        launch.ranges[0] = {clamp(begin), clamp(end - begin), first_row + begin - range.start};
+        launch.schedule.range_count = 1;
+        launch.schedule.ranges[0] = {clamp(begin), clamp(end - begin), first_row + begin - range.start};
         add_work(launch, a.plan, tiling);
         run(launch);
       }
@@ -442,35 +448,35 @@ Workspace layout(const Plan& plan, Pass pass, bool matrix) {
 }
 
 void halve_last_tiles(Launch& launch, int multiprocessors, int blocks_at_once) {
-  if (launch.merges) return;  // items of earlier branches are counted there
+  if (launch.schedule.merges) return;  // items of earlier branches are counted there
   std::int64_t tiles = 0;
-  for (int w = 0; w < launch.work_count; ++w) {
-    const Work& work = launch.work[w];
+  for (int w = 0; w < launch.schedule.work_count; ++w) {
+    const Work& work = launch.schedule.work[w];
     if (work.branch >= 0) tiles += static_cast<std::int64_t>(work.strands) * work.tiles;
   }
   const std::int64_t last = tiles % multiprocessors;
   if (tiles > static_cast<std::int64_t>(blocks_at_once) * multiprocessors || 2 * last > multiprocessors) return;
-  launch.whole_tiles = static_cast<unsigned>(tiles - last);
-  launch.halved_tiles = static_cast<unsigned>(last);
-  launch.whole_each = static_cast<unsigned>(tiles / multiprocessors);
-  launch.items += last;
+  launch.schedule.whole_tiles = static_cast<unsigned>(tiles - last);
+  launch.schedule.halved_tiles = static_cast<unsigned>(last);
+  launch.schedule.whole_each = static_cast<unsigned>(tiles / multiprocessors);
+  launch.schedule.items += last;
 }
 
 void for_each_writer(const Launch& launch, int group, const std::function<void(const Launch&)>& run) {
   Launch one = launch;
-  one.work_count = 1;
-  for (int w = 0; w < launch.work_count; ++w) {
-    const Work& all = launch.work[w];
+  one.schedule.work_count = 1;
+  for (int w = 0; w < launch.schedule.work_count; ++w) {
+    const Work& all = launch.schedule.work[w];
     for (int member = 0; member < group; ++member) {
-      Work& work = one.work[0] = all;
+      Work& work = one.schedule.work[0] = all;
       const int skip = (member - all.head_begin % group + group) % group;  // to the first head that is this member
       work.head_begin = all.head_begin + skip;
       work.head_step = group;
       work.head_count = skip < all.head_count ? (all.head_count - skip - 1) / group + 1 : 0;
       work.first_item = 0;
-      work.strands = static_cast<unsigned>(work.segments * work.head_count * launch.batch);
-      one.items = static_cast<std::int64_t>(work.strands) * work.tiles;
-      if (one.items > 0) run(one);
+      work.strands = static_cast<unsigned>(work.segments * work.head_count * launch.tensors.batch);
+      one.schedule.items = static_cast<std::int64_t>(work.strands) * work.tiles;
+      if (one.schedule.items > 0) run(one);
     }
   }
 }
@@ -479,21 +485,21 @@ void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, cons
   const Workspace space = layout(a.plan, Pass::forward, matrix);
   Launch launch = describe(a, space, matrix);
   const PieceTable pieces(launch, a.call, a.q.device);
-  if (launch.merges) {
-    launch.state_sums = reinterpret_cast<float*>(a.workspace + space.state_sums);
-    launch.state = reinterpret_cast<float*>(a.workspace + space.state);
+  if (launch.schedule.merges) {
+    launch.scratch.state_sums = reinterpret_cast<float*>(a.workspace + space.state_sums);
+    launch.scratch.state = reinterpret_cast<float*>(a.workspace + space.state);
   }
   add_lists(launch, a, space, tiling);
   const auto run_part = [&](Launch& part) {
-    if (part.merges) {
-      const CounterRequest request{
-          static_cast<cudaStream_t>(a.call.stream),
-          1 + static_cast<std::int64_t>(part.range_count) * part.branch_count * part.batch * part.heads,
-          reinterpret_cast<unsigned*>(a.workspace + space.counters), space.counters_bytes};
+    if (part.schedule.merges) {
+      const CounterRequest request{static_cast<cudaStream_t>(a.call.stream),
+                                   1 + static_cast<std::int64_t>(part.schedule.range_count) *
+                                           part.schedule.branch_count * part.tensors.batch * part.tensors.heads,
+                                   reinterpret_cast<unsigned*>(a.workspace + space.counters), space.counters_bytes};
       const Counters counters = tiling.restores ? resting_counters(request) : cleared_counters(request);
-      part.leaving = counters.leaving;
-      part.ticket = counters.first;
-      part.finished = part.ticket + 1;
+      part.scratch.leaving = counters.leaving;
+      part.scratch.ticket = counters.first;
+      part.scratch.finished = part.scratch.ticket + 1;
     }
     run(part);
   };
@@ -505,23 +511,20 @@ void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, con
   const Workspace space = layout(a.plan, Pass::backward, matrix);
   Launch launch = describe(a, space, matrix);
   const PieceTable pieces(launch, a.call, a.q.device);
-  launch.dout = rows_of(a.dout);
-  launch.dq = rows_of(a.dq);
-  launch.dk = rows_of(a.dk);
-  launch.dv = rows_of(a.dv);
-  if (a.call.dlse.given()) {
-    launch.dlse = static_cast<const float*>(a.call.dlse.data);
-    launch.dlse_batch = a.call.dlse.strides[0], launch.dlse_row = a.call.dlse.strides[1],
-    launch.dlse_head = a.call.dlse.strides[2];
-  }
-  launch.delta = reinterpret_cast<float*>(a.workspace + space.delta);
+  launch.gradients.dout = rows_of(a.dout);
+  launch.gradients.dq = rows_of(a.dq);
+  launch.gradients.dk = rows_of(a.dk);
+  launch.gradients.dv = rows_of(a.dv);
+  launch.gradients.dlse = values_of(a.call.dlse);
+  launch.gradients.delta = reinterpret_cast<float*>(a.workspace + space.delta);
   if (matrix) {
-    launch.dq_sum = reinterpret_cast<float*>(a.workspace + space.dq);
-    launch.sum_keys = launch.piece_gradients ||
-                      sums_keys(a.plan, a.plan.problem().query_rows == a.plan.problem().tokens ? a.ranges.size() : 2);
-    if (launch.sum_keys && !launch.piece_gradients) {
-      launch.dk_sum = reinterpret_cast<float*>(a.workspace + space.dk);
-      launch.dv_sum = reinterpret_cast<float*>(a.workspace + space.dv);
+    launch.gradients.dq_sum = reinterpret_cast<float*>(a.workspace + space.dq);
+    launch.gradients.sum_keys =
+        launch.gradients.piece_gradients ||
+        sums_keys(a.plan, a.plan.problem().query_rows == a.plan.problem().tokens ? a.ranges.size() : 2);
+    if (launch.gradients.sum_keys && !launch.gradients.piece_gradients) {
+      launch.gradients.dk_sum = reinterpret_cast<float*>(a.workspace + space.dk);
+      launch.gradients.dv_sum = reinterpret_cast<float*>(a.workspace + space.dv);
     }
   }
   add_lists(launch, a, space, tiling);

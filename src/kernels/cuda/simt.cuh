@@ -94,19 +94,19 @@ struct SimtRow {
 /// are.
 __device__ __forceinline__ BlockWalk walk_of(const Launch& a, const SimtRow& row, int entry, int head, int begin,
                                              int end) {
-  const BlockLists& lists = a.lists[row.branch];
+  const BlockLists& lists = a.schedule.lists[row.branch];
   return lists.walk(lists.place(entry, head, row.own >> lists.shift), begin, end);
 }
 
 __device__ __forceinline__ bool find_row(const Launch& a, int b, int head, int position, int length, SimtRow& found) {
-  const DeviceBranch& branch = a.branches[b];
+  const DeviceBranch& branch = a.schedule.branches[b];
   if (!branch.owns(head) || position >= length || !branch.active(length) || !branch.covers(head, position))
     return false;
   found.branch = b;
   found.strand = branch.strand(head, position / branch.segment, length);
   found.own = (position - found.strand.start) / found.strand.stride;
-  found.end = a.causal ? found.own + 1 : found.strand.count;
-  found.padding = branch.padding(found.strand.count, length, a.causal);
+  found.end = a.rules.causal ? found.own + 1 : found.strand.count;
+  found.padding = branch.padding(found.strand.count, length, a.rules.causal);
   return true;
 }
 
@@ -115,25 +115,25 @@ struct SimtCall {
   const Launch& a;
   DropoutRule dropout;
   __device__ explicit SimtCall(const Launch& launch)
-      : a(launch), dropout(0.0, launch.seed_pointer ? *launch.seed_pointer : launch.seed) {
-    dropout.threshold = launch.drop_threshold;
+      : a(launch), dropout(0.0, launch.rules.seed_pointer ? *launch.rules.seed_pointer : launch.rules.seed) {
+    dropout.threshold = launch.rules.drop_threshold;
   }
   __device__ float bias(int head, int position, int key) const {
-    return a.alibi ? a.alibi[head * a.alibi_head] * static_cast<float>(abs(position - key)) : 0.0f;
+    return a.rules.alibi ? a.rules.alibi[head * a.rules.alibi_head] * static_cast<float>(abs(position - key)) : 0.0f;
   }
   __device__ float factor(int b, int entry, int head, int position, int key_index) const {
-    if (!a.dropout) return 1.0f;
-    return dropout.keeps(position, key_index, b * a.heads + head, entry) ? a.keep_factor : 0.0f;
+    if (!a.rules.dropout) return 1.0f;
+    return dropout.keeps(position, key_index, b * a.tensors.heads + head, entry) ? a.rules.keep_factor : 0.0f;
   }
   /// Row of q -> its position, over the ranges of this launch.
   __device__ bool query(std::int64_t flat, int& position, std::int64_t& row) const {
-    for (int r = 0; r < a.range_count; ++r) {
-      if (flat < a.ranges[r].count) {
-        position = a.ranges[r].start + static_cast<int>(flat);
-        row = a.ranges[r].first_row + flat;
+    for (int r = 0; r < a.schedule.range_count; ++r) {
+      if (flat < a.schedule.ranges[r].count) {
+        position = a.schedule.ranges[r].start + static_cast<int>(flat);
+        row = a.schedule.ranges[r].first_row + flat;
         return true;
       }
-      flat -= a.ranges[r].count;
+      flat -= a.schedule.ranges[r].count;
     }
     return false;
   }
@@ -163,8 +163,8 @@ struct LongSum {
 template <class T, class Body, class Close>
 __device__ __forceinline__ void for_each_keys(const SimtCall& call, int entry, int head, const SimtRow& row, int lane,
                                               Body&& body, Close&& close) {
-  const int kv_head = head / (call.a.heads / call.a.kv_heads);
-  const bool listed = call.a.lists[row.branch].places;
+  const int kv_head = head / (call.a.tensors.heads / call.a.tensors.kv_heads);
+  const bool listed = call.a.schedule.lists[row.branch].places;
   BlockWalk walk;
   if (listed) walk = walk_of(call.a, row, entry, head, 0, row.end);
   const int count = listed ? walk.rows() : row.end;
@@ -172,9 +172,9 @@ __device__ __forceinline__ void for_each_keys(const SimtCall& call, int entry, i
     if (first % kRowsOfSum == 0 && first > 0) close();
     const int x = first + lane, key = x < count && listed ? walk.row(x) : x;
     const int position = row.strand.start + key * row.strand.stride;
-    bool attended = x < count && key < row.end && call.a.allowed(entry, position);
+    bool attended = x < count && key < row.end && call.a.rules.allowed(entry, position);
     const char *k_row = nullptr, *v_row = nullptr;
-    if (attended) call.a.key_row(entry, kv_head, position, sizeof(T), k_row, v_row);
+    if (attended) call.a.tensors.key_row(entry, kv_head, position, sizeof(T), k_row, v_row);
     attended = attended && k_row;
     const unsigned any = __ballot_sync(~0u, attended);
     if (any) body(key, position, attended, any, reinterpret_cast<const T*>(k_row), reinterpret_cast<const T*>(v_row));
@@ -187,15 +187,16 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
   __shared__ float own_rows[kSimtWarps][kMaxColumns];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kSimtWarps + warp;
-  if (flat >= rows * a.heads * a.batch) return;
+  if (flat >= rows * a.tensors.heads * a.tensors.batch) return;
   const SimtCall call(a);
   int position = 0;
   std::int64_t row = 0;
   call.query(flat % rows, position, row);
-  const int head = static_cast<int>(flat / rows % a.heads), entry = static_cast<int>(flat / rows / a.heads);
-  const int length = a.length(entry);
+  const int head = static_cast<int>(flat / rows % a.tensors.heads),
+            entry = static_cast<int>(flat / rows / a.tensors.heads);
+  const int length = a.tensors.length(entry);
   float* const q = own_rows[warp];
-  load_shared(q, row_of<T>(a.q, entry, row, head), a.columns, lane);
+  load_shared(q, row_of<T>(a.tensors.q, entry, row, head), a.tensors.columns, lane);
   __syncwarp();
 
   float largest = -LONGSPAN_INFINITY, sum = 0.0f, closed_sum = 0.0f;
@@ -216,21 +217,23 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
     out.close();
   };
   SimtRow found;
-  for (int b = 0; b < a.branch_count; ++b) {
+  for (int b = 0; b < a.schedule.branch_count; ++b) {
     if (!find_row(a, b, head, position, length, found)) continue;
     for_each_keys<T>(
         call, entry, head, found, lane,
         [&](int key, int key_position, bool attended, unsigned any, const T* k_row, const T* v_row) {
           float score = -LONGSPAN_INFINITY;
           if (attended)
-            score = a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
+            score = a.rules.scale * dot_row(q, k_row, a.tensors.columns, a.tensors.aligned) -
+                    call.bias(head, position, key_position);
           raise(warp_max(score));
           float weight = attended ? expf(score - base()) : 0.0f;
           sum += warp_sum(weight);
           weight *= call.factor(b, entry, head, position, key);
           for (unsigned left = any; left; left &= left - 1) {
             const int source = __ffs(left) - 1;
-            add_weighted(out.now, __shfl_sync(~0u, weight, source), pointer_of_lane(v_row, source), a.columns, lane);
+            add_weighted(out.now, __shfl_sync(~0u, weight, source), pointer_of_lane(v_row, source), a.tensors.columns,
+                         lane);
           }
         },
         close);
@@ -241,9 +244,10 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
   }
   close();
   sum = closed_sum;
-  T* const target = reinterpret_cast<T*>(a.out.data) + a.out.offset(entry, row, head);
-  store_row(target, out.closed, sum == 0.0f ? 0.0f : a.output_scale / sum, a.columns, lane);
-  if (a.lse && lane == 0) a.lse[a.lse_offset(entry, row, head)] = sum == 0.0f ? -LONGSPAN_INFINITY : base() + logf(sum);
+  T* const target = reinterpret_cast<T*>(a.tensors.out.data) + a.tensors.out.offset(entry, row, head);
+  store_row(target, out.closed, sum == 0.0f ? 0.0f : a.rules.output_scale / sum, a.tensors.columns, lane);
+  if (a.tensors.lse.data && lane == 0)
+    a.tensors.lse.at(entry, row, head) = sum == 0.0f ? -LONGSPAN_INFINITY : base() + logf(sum);
 }
 
 /// dq of each query row, and delta (one, or one per branch with detached_mix) for the pass over keys.
@@ -253,32 +257,34 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
   __shared__ float own_rows[kSimtWarps][2][kMaxColumns];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kSimtWarps + warp;
-  if (flat >= rows * a.heads * a.batch) return;
+  if (flat >= rows * a.tensors.heads * a.tensors.batch) return;
   const SimtCall call(a);
   int position = 0;
   std::int64_t row = 0;
   call.query(flat % rows, position, row);
-  const int head = static_cast<int>(flat / rows % a.heads), entry = static_cast<int>(flat / rows / a.heads);
-  const int length = a.length(entry);
+  const int head = static_cast<int>(flat / rows % a.tensors.heads),
+            entry = static_cast<int>(flat / rows / a.tensors.heads);
+  const int length = a.tensors.length(entry);
   float *const q = own_rows[warp][0], *const dout = own_rows[warp][1];
-  load_shared(q, row_of<T>(a.q, entry, row, head), a.columns, lane);
-  load_shared(dout, row_of<T>(a.dout, entry, row, head), a.columns, lane);
+  load_shared(q, row_of<T>(a.tensors.q, entry, row, head), a.tensors.columns, lane);
+  load_shared(dout, row_of<T>(a.gradients.dout, entry, row, head), a.tensors.columns, lane);
   __syncwarp();
-  const T* const out = row_of<T>(a.out, entry, row, head);
+  const T* const out = row_of<T>(a.tensors.out, entry, row, head);
   float delta = 0.0f;
-  for (int column = lane; column < a.columns; column += kLanes)
+  for (int column = lane; column < a.tensors.columns; column += kLanes)
     delta = fmaf(dout[column], as_float(out[column]), delta);
   delta = warp_sum(delta);
-  if (a.dlse) delta -= a.dlse[entry * a.dlse_batch + row * a.dlse_row + head * a.dlse_head];
-  const float lse = a.lse[a.lse_offset(entry, row, head)];
-  float* const deltas = a.delta + a.packed_row(entry, row, head) * (a.detached ? a.branch_count : 1);
-  if (!a.detached && lane == 0) *deltas = delta;
+  if (a.gradients.dlse.data) delta -= a.gradients.dlse.at(entry, row, head);
+  const float lse = a.tensors.lse.at(entry, row, head);
+  float* const deltas =
+      a.gradients.delta + a.tensors.packed_row(entry, row, head) * (a.gradients.detached ? a.schedule.branch_count : 1);
+  if (!a.gradients.detached && lane == 0) *deltas = delta;
 
   LongSum dq;
   SimtRow found;
-  for (int b = 0; b < a.branch_count && lse != -LONGSPAN_INFINITY; ++b) {
+  for (int b = 0; b < a.schedule.branch_count && lse != -LONGSPAN_INFINITY; ++b) {
     if (!find_row(a, b, head, position, length, found)) continue;
-    if (a.detached) {
+    if (a.gradients.detached) {
       // The branch's own softmax, streamed: sum of weights and of weight * (dO . v).
       float largest = -LONGSPAN_INFINITY, sum = 0.0f, product = 0.0f;
       for_each_keys<T>(
@@ -286,8 +292,10 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
           [&](int key, int key_position, bool attended, unsigned, const T* k_row, const T* v_row) {
             float score = -LONGSPAN_INFINITY, weighted = 0.0f;
             if (attended) {
-              score = a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
-              weighted = call.factor(b, entry, head, position, key) * dot_row(dout, v_row, a.columns, a.aligned);
+              score = a.rules.scale * dot_row(q, k_row, a.tensors.columns, a.tensors.aligned) -
+                      call.bias(head, position, key_position);
+              weighted = call.factor(b, entry, head, position, key) *
+                         dot_row(dout, v_row, a.tensors.columns, a.tensors.aligned);
             }
             const float highest = fmaxf(largest, warp_max(score));
             const float correction = expf(largest - (highest == -LONGSPAN_INFINITY ? 0.0f : highest));
@@ -302,7 +310,7 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
         sum = sum * correction + static_cast<float>(found.padding) * expf(-highest);
         product *= correction;
       }
-      delta = sum == 0.0f ? 0.0f : a.output_scale * product / sum;
+      delta = sum == 0.0f ? 0.0f : a.rules.output_scale * product / sum;
       if (lane == 0) deltas[b] = delta;
     }
     for_each_keys<T>(
@@ -310,20 +318,22 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes)
         [&](int key, int key_position, bool attended, unsigned any, const T* k_row, const T* v_row) {
           float dscore = 0.0f;
           if (attended) {
-            const float score =
-                a.scale * dot_row(q, k_row, a.columns, a.aligned) - call.bias(head, position, key_position);
-            const float dweight = a.output_scale * dot_row(dout, v_row, a.columns, a.aligned);
+            const float score = a.rules.scale * dot_row(q, k_row, a.tensors.columns, a.tensors.aligned) -
+                                call.bias(head, position, key_position);
+            const float dweight = a.rules.output_scale * dot_row(dout, v_row, a.tensors.columns, a.tensors.aligned);
             dscore = expf(least(score - lse, 0.0f)) * (call.factor(b, entry, head, position, key) * dweight - delta);
           }
           for (unsigned left = any; left; left &= left - 1) {
             const int source = __ffs(left) - 1;
-            add_weighted(dq.now, __shfl_sync(~0u, dscore, source), pointer_of_lane(k_row, source), a.columns, lane);
+            add_weighted(dq.now, __shfl_sync(~0u, dscore, source), pointer_of_lane(k_row, source), a.tensors.columns,
+                         lane);
           }
         },
         [&] { dq.close(); });
   }
   dq.close();
-  store_row(reinterpret_cast<T*>(a.dq.data) + a.dq.offset(entry, row, head), dq.closed, a.scale, a.columns, lane);
+  store_row(reinterpret_cast<T*>(a.gradients.dq.data) + a.gradients.dq.offset(entry, row, head), dq.closed,
+            a.rules.scale, a.tensors.columns, lane);
 }
 
 /// dk and dv of each key row: every head of its group, every branch, every range, in that order.
@@ -332,29 +342,31 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
   __shared__ float own_rows[kSimtWarps][2][kMaxColumns];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kSimtWarps + warp;
-  if (flat >= static_cast<std::int64_t>(a.tokens) * a.kv_heads * a.batch) return;
+  if (flat >= static_cast<std::int64_t>(a.tensors.tokens) * a.tensors.kv_heads * a.tensors.batch) return;
   const SimtCall call(a);
-  const int key = static_cast<int>(flat % a.tokens), kv_head = static_cast<int>(flat / a.tokens % a.kv_heads),
-            entry = static_cast<int>(flat / a.tokens / a.kv_heads);
-  const int length = a.length(entry), group = a.heads / a.kv_heads;
+  const int key = static_cast<int>(flat % a.tensors.tokens),
+            kv_head = static_cast<int>(flat / a.tensors.tokens % a.tensors.kv_heads),
+            entry = static_cast<int>(flat / a.tensors.tokens / a.tensors.kv_heads);
+  const int length = a.tensors.length(entry), group = a.tensors.heads / a.tensors.kv_heads;
   float *const k = own_rows[warp][0], *const v = own_rows[warp][1];
   LongSum dk, dv;
   const char *k_row = nullptr, *v_row = nullptr;
-  if (key < length && a.allowed(entry, key)) a.key_row(entry, kv_head, key, sizeof(T), k_row, v_row);
+  if (key < length && a.rules.allowed(entry, key)) a.tensors.key_row(entry, kv_head, key, sizeof(T), k_row, v_row);
   if (k_row) {
-    load_shared(k, reinterpret_cast<const T*>(k_row), a.columns, lane);
-    load_shared(v, reinterpret_cast<const T*>(v_row), a.columns, lane);
+    load_shared(k, reinterpret_cast<const T*>(k_row), a.tensors.columns, lane);
+    load_shared(v, reinterpret_cast<const T*>(v_row), a.tensors.columns, lane);
     __syncwarp();
     SimtRow found;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      for (int b = 0; b < a.branch_count; ++b) {
+      for (int b = 0; b < a.schedule.branch_count; ++b) {
         if (!find_row(a, b, head, key, length, found)) continue;
-        for (int r = 0; r < a.range_count; ++r) {
-          const StrandQueries queries = a.ranges[r].of(found.strand);
-          const bool listed = a.lists[b].places;
+        for (int r = 0; r < a.schedule.range_count; ++r) {
+          const StrandQueries queries = a.schedule.ranges[r].of(found.strand);
+          const bool listed = a.schedule.lists[b].places;
           BlockWalk walk;
           if (listed) walk = walk_of(a, found, entry, head, queries.begin, queries.begin + queries.count);
-          const int skip = a.causal ? max(0, found.own - queries.begin) : 0;  // queries before it do not see a key
+          const int skip =
+              a.rules.causal ? max(0, found.own - queries.begin) : 0;  // queries before it do not see a key
           const int count = listed ? walk.rows() : queries.count;
           for (int first = listed ? 0 : skip; first < count; first += kLanes) {
             if (first / kRowsOfSum > (first - kLanes) / kRowsOfSum) dk.close(), dv.close();
@@ -363,24 +375,30 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
             const T *q_row = nullptr, *do_row = nullptr;
             float dscore = 0.0f, weight = 0.0f;
             if (x < count && local >= skip && local < queries.count) {
-              const float lse = a.lse[a.lse_offset(entry, row, head)];
+              const float lse = a.tensors.lse.at(entry, row, head);
               if (lse != -LONGSPAN_INFINITY) {
-                q_row = row_of<T>(a.q, entry, row, head);
-                do_row = row_of<T>(a.dout, entry, row, head);
+                q_row = row_of<T>(a.tensors.q, entry, row, head);
+                do_row = row_of<T>(a.gradients.dout, entry, row, head);
                 const int position = found.strand.start + (queries.begin + local) * found.strand.stride;
-                const float score = a.scale * dot_row(k, q_row, a.columns, a.aligned) - call.bias(head, position, key);
+                const float score = a.rules.scale * dot_row(k, q_row, a.tensors.columns, a.tensors.aligned) -
+                                    call.bias(head, position, key);
                 const float probability = expf(least(score - lse, 0.0f)),
                             factor = call.factor(b, entry, head, position, found.own);
-                const float delta =
-                    a.delta[a.packed_row(entry, row, head) * (a.detached ? a.branch_count : 1) + (a.detached ? b : 0)];
+                const float delta = a.gradients.delta[a.tensors.packed_row(entry, row, head) *
+                                                          (a.gradients.detached ? a.schedule.branch_count : 1) +
+                                                      (a.gradients.detached ? b : 0)];
                 weight = probability * factor;
-                dscore = probability * (factor * a.output_scale * dot_row(v, do_row, a.columns, a.aligned) - delta);
+                dscore =
+                    probability *
+                    (factor * a.rules.output_scale * dot_row(v, do_row, a.tensors.columns, a.tensors.aligned) - delta);
               }
             }
             for (unsigned left = __ballot_sync(~0u, q_row != nullptr); left; left &= left - 1) {
               const int source = __ffs(left) - 1;
-              add_weighted(dk.now, __shfl_sync(~0u, dscore, source), pointer_of_lane(q_row, source), a.columns, lane);
-              add_weighted(dv.now, __shfl_sync(~0u, weight, source), pointer_of_lane(do_row, source), a.columns, lane);
+              add_weighted(dk.now, __shfl_sync(~0u, dscore, source), pointer_of_lane(q_row, source), a.tensors.columns,
+                           lane);
+              add_weighted(dv.now, __shfl_sync(~0u, weight, source), pointer_of_lane(do_row, source), a.tensors.columns,
+                           lane);
             }
           }
         }
@@ -388,15 +406,16 @@ __global__ void __launch_bounds__(kSimtWarps* kLanes) simt_backward_keys(const _
     }
   }
   dk.close(), dv.close();
-  if (a.piece_gradients) {
+  if (a.gradients.piece_gradients) {
     if (!k_row) return;
-    add_row(a.gradient_row(entry, kv_head, key, false), dk.closed, a.scale, a.columns, lane);
-    add_row(a.gradient_row(entry, kv_head, key, true), dv.closed, a.output_scale, a.columns, lane);
+    add_row(a.gradient_row(entry, kv_head, key, false), dk.closed, a.rules.scale, a.tensors.columns, lane);
+    add_row(a.gradient_row(entry, kv_head, key, true), dv.closed, a.rules.output_scale, a.tensors.columns, lane);
     return;
   }
-  store_row(reinterpret_cast<T*>(a.dk.data) + a.dk.offset(entry, key, kv_head), dk.closed, a.scale, a.columns, lane);
-  store_row(reinterpret_cast<T*>(a.dv.data) + a.dv.offset(entry, key, kv_head), dv.closed, a.output_scale, a.columns,
-            lane);
+  store_row(reinterpret_cast<T*>(a.gradients.dk.data) + a.gradients.dk.offset(entry, key, kv_head), dk.closed,
+            a.rules.scale, a.tensors.columns, lane);
+  store_row(reinterpret_cast<T*>(a.gradients.dv.data) + a.gradients.dv.offset(entry, key, kv_head), dv.closed,
+            a.rules.output_scale, a.tensors.columns, lane);
 }
 
 }  // namespace longspan::cuda

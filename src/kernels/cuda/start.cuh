@@ -44,7 +44,7 @@ cudaError_t with_head_dim(int columns, bool features, const Run& run) {
 
 /// Whether block masks run without features, which 16-bit types have for head dims up to 128.
 inline bool lean_lists(const Launch& launch, bool features) {
-  return launch.listed && !features && launch.columns <= 128;
+  return launch.schedule.listed && !features && launch.tensors.columns <= 128;
 }
 
 template <auto kKernel, class... Arguments>

@@ -97,12 +97,12 @@ __device__ __forceinline__ void load_rows(std::uint32_t target, const char* base
 /// call.
 __device__ __forceinline__ bool find_key(const Launch& a, const Item& item, int kv_head, const StrandRows& strand,
                                          int key, int size, const char*& k_row, const char*& v_row) {
-  k_row = v_row = a.q.data;  // something to point at
+  k_row = v_row = a.tensors.q.data;  // something to point at
   const int position = strand.start + key * strand.stride;
-  if (key >= strand.count || !a.allowed(item.entry, position)) return false;
-  a.key_row(item.entry, kv_head, position, size, k_row, v_row);
+  if (key >= strand.count || !a.rules.allowed(item.entry, position)) return false;
+  a.tensors.key_row(item.entry, kv_head, position, size, k_row, v_row);
   if (k_row) return true;
-  k_row = v_row = a.q.data;
+  k_row = v_row = a.tensors.q.data;
   return false;
 }
 
@@ -152,21 +152,23 @@ struct PairRules {
       : a(launch),
         item(of),
         strand(rows),
-        slope(launch.alibi ? launch.alibi[of.head * launch.alibi_head] * kLog2E : 0.0f),
-        dropout(0.0, launch.seed_pointer ? *launch.seed_pointer : launch.seed) {
-    dropout.threshold = launch.drop_threshold;
+        slope(launch.rules.alibi ? launch.rules.alibi[of.head * launch.rules.alibi_head] * kLog2E : 0.0f),
+        dropout(0.0, launch.rules.seed_pointer ? *launch.rules.seed_pointer : launch.rules.seed) {
+    dropout.threshold = launch.rules.drop_threshold;
   }
   __device__ __forceinline__ float bias(int query, int key) const {
-    return a.alibi ? slope * static_cast<float>(abs(query - key) * static_cast<std::int64_t>(strand.stride)) : 0.0f;
+    return a.rules.alibi ? slope * static_cast<float>(abs(query - key) * static_cast<std::int64_t>(strand.stride))
+                         : 0.0f;
   }
   __device__ __forceinline__ PhiloxBlock words(int query, int key) const {
-    return dropout.words(strand.start + query * strand.stride, key / 4, item.branch * a.heads + item.head, item.entry);
+    return dropout.words(strand.start + query * strand.stride, key / 4, item.branch * a.tensors.heads + item.head,
+                         item.entry);
   }
   __device__ __forceinline__ float factor(std::uint32_t word) const {
-    return word >= dropout.threshold ? a.keep_factor : 0.0f;
+    return word >= dropout.threshold ? a.rules.keep_factor : 0.0f;
   }
   __device__ __forceinline__ float factor(int query, int key) const {
-    if (!a.dropout) return 1.0f;
+    if (!a.rules.dropout) return 1.0f;
     const PhiloxBlock block = words(query, key);
     const std::uint32_t low = key & 1 ? block[1] : block[0], high = key & 1 ? block[3] : block[2];
     return factor(key & 2 ? high : low);
@@ -321,9 +323,9 @@ __device__ __forceinline__ void accumulate(float (&sums)[kRowTiles][kBlocks][4],
 
 /// The item of this block. Items that wait for others are handed out in order, so that what they wait for has started.
 __device__ __forceinline__ unsigned take_item(const Launch& a) {
-  if (!a.ticket) return blockIdx.x;
+  if (!a.scratch.ticket) return blockIdx.x;
   __shared__ unsigned item;
-  if (threadIdx.x == 0) item = atomicAdd(a.ticket, 1u);
+  if (threadIdx.x == 0) item = atomicAdd(a.scratch.ticket, 1u);
   __syncthreads();
   return item;
 }
@@ -334,15 +336,18 @@ __device__ __forceinline__ unsigned take_item(const Launch& a) {
 /// Nobody looks at the counters after a block has taken its item, so the last one clears them.
 template <int kWarps>
 __device__ __forceinline__ unsigned take_sized_item(const Launch& a) {
-  if (!a.halved_tiles || !a.leaving) return take_item(a);
+  if (!a.schedule.halved_tiles || !a.scratch.leaving) return take_item(a);
   __shared__ unsigned item;
   if (threadIdx.x == 0) {
-    const unsigned count[2] = {a.whole_tiles, static_cast<unsigned>(a.items) - a.whole_tiles};
-    unsigned kind = hardware_warp() / kWarps < a.whole_each ? 0 : 1, taken = atomicAdd(a.ticket + kind, 1u);
-    if (taken >= count[kind]) taken = atomicAdd(a.ticket + (kind ^= 1), 1u);
+    const unsigned count[2] = {a.schedule.whole_tiles,
+                               static_cast<unsigned>(a.schedule.items) - a.schedule.whole_tiles};
+    unsigned kind = hardware_warp() / kWarps < a.schedule.whole_each ? 0 : 1,
+             taken = atomicAdd(a.scratch.ticket + kind, 1u);
+    if (taken >= count[kind]) taken = atomicAdd(a.scratch.ticket + (kind ^= 1), 1u);
     item = kind == 0 ? taken : count[0] + taken;
     __threadfence();
-    if (atomicAdd(a.leaving, 1u) + 1 == gridDim.x) a.ticket[0] = a.ticket[1] = *a.leaving = 0;
+    if (atomicAdd(a.scratch.leaving, 1u) + 1 == gridDim.x)
+      a.scratch.ticket[0] = a.scratch.ticket[1] = *a.scratch.leaving = 0;
   }
   __syncthreads();
   return item;
@@ -350,19 +355,21 @@ __device__ __forceinline__ unsigned take_sized_item(const Launch& a) {
 
 /// Waits until the earlier branches of this item's rows are done.
 __device__ __forceinline__ void wait_for_earlier(const Launch& a, const Item& item) {
-  if (!a.finished || item.finished_before == 0) return;
+  if (!a.scratch.finished || item.finished_before == 0) return;
   if (threadIdx.x == 0) {
-    const unsigned* const counter = a.finished + (item.range * a.batch + item.entry) * a.heads + item.head;
+    const unsigned* const counter =
+        a.scratch.finished + (item.range * a.tensors.batch + item.entry) * a.tensors.heads + item.head;
     while (load_acquire(counter) < static_cast<unsigned>(item.finished_before)) __nanosleep(64);
   }
   __syncthreads();
 }
 
 __device__ __forceinline__ void announce(const Launch& a, const Item& item) {
-  if (!a.finished) return;
+  if (!a.scratch.finished) return;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) atomicAdd(a.finished + (item.range * a.batch + item.entry) * a.heads + item.head, 1u);
+  if (threadIdx.x == 0)
+    atomicAdd(a.scratch.finished + (item.range * a.tensors.batch + item.entry) * a.tensors.heads + item.head, 1u);
 }
 
 }  // namespace longspan::cuda

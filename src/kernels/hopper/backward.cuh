@@ -112,18 +112,18 @@ cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
     }
     return start_shape.template operator()<S>();
   };
-  return with_columns(launch.parts.base.columns, launch.parts.lists, [&]<int kColumns>() {
+  return with_columns(launch.parts.base.tensors.columns, launch.parts.lists, [&]<int kColumns>() {
     if (launch.parts.lists) {
       if constexpr (kColumns == 64 || kColumns == 128) return start.template operator()<kColumns, true, false>();
       else return cudaErrorInvalidValue;
     }
-    if (launch.parts.base.merges) return start.template operator()<kColumns, false, true>();
+    if (launch.parts.base.schedule.merges) return start.template operator()<kColumns, false, true>();
     return start.template operator()<kColumns, false, false>();
   });
 }
 template <class T>
 cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
-  return with_columns(launch.base.columns, launch.lists, [&]<int kColumns>() {
+  return with_columns(launch.base.tensors.columns, launch.lists, [&]<int kColumns>() {
     const std::int64_t blocks = static_cast<std::int64_t>(launch.items) + launch.fill_items;
     if (blocks == 0) return cudaSuccess;
     return cuda::start<&prepare<BackwardShape<T, kColumns>>>(blocks, kPartsThreads, 0, stream, launch);
@@ -131,20 +131,21 @@ cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
 }
 template <class T>
 cudaError_t start_convert(const PartsLaunch& launch, cudaStream_t stream) {
-  return with_columns(launch.base.columns, launch.lists, [&]<int kColumns>() {
+  return with_columns(launch.base.tensors.columns, launch.lists, [&]<int kColumns>() {
     using S = BackwardShape<T, kColumns>;
     const std::int64_t blocks =
-        std::int64_t{launch.base.merges ? launch.fill_items * kQuarters : launch.items} + key_blocks<S>(launch);
+        std::int64_t{launch.base.schedule.merges ? launch.fill_items * kQuarters : launch.items} +
+        key_blocks<S>(launch);
     if (blocks == 0) return cudaSuccess;
-    if (launch.base.merges) return start_early<&convert_rows<S>>(blocks, kPartsThreads, 0, stream, launch);
+    if (launch.base.schedule.merges) return start_early<&convert_rows<S>>(blocks, kPartsThreads, 0, stream, launch);
     return start_early<&convert_tiles<S>>(blocks, kPartsThreads, 0, stream, launch);
   });
 }
 
 template <class T>
 cudaError_t start_split(const PartsLaunch& launch, bool finish, cudaStream_t stream) {
-  if (finish) return cuda::start<&split_keys<T, true>>(launch.base.items, kPartsThreads, 0, stream, launch);
-  return cuda::start<&split_keys<T, false>>(launch.base.items, kPartsThreads, 0, stream, launch);
+  if (finish) return cuda::start<&split_keys<T, true>>(launch.base.schedule.items, kPartsThreads, 0, stream, launch);
+  return cuda::start<&split_keys<T, false>>(launch.base.schedule.items, kPartsThreads, 0, stream, launch);
 }
 
 }  // namespace longspan::hopper

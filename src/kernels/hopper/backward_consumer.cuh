@@ -60,7 +60,7 @@ struct BackwardConsumer {
     if (tiles < 0) return false;
     tile = uniform(task.first_tile);
     const int last_key = uniform(task.diagonal) + group * S::kGroupStep + kGroupRows - 1;  // as a query
-    masked_until = a.parts.base.causal ? (max(0, last_key) + kQueries - 1) / kQueries : 0;
+    masked_until = a.parts.base.rules.causal ? (max(0, last_key) + kQueries - 1) / kQueries : 0;
     if (uniform(task.keys) < group * S::kGroupStep + kGroupRows) masked_until = tiles;
     return true;
   }
@@ -131,7 +131,7 @@ struct BackwardConsumer {
     const int own = group * S::kGroupStep + own_row(), first = of.first + 2 * (lane % 4);
     const int keys = task.keys, diagonal = task.diagonal;
     const auto open_from = [&](int key) {
-      return key >= keys ? kQueries : a.parts.base.causal ? key + diagonal - first : -kQueries;
+      return key >= keys ? kQueries : a.parts.base.rules.causal ? key + diagonal - first : -kQueries;
     };
     int upper = open_from(own), lower = open_from(own + 8);
     if constexpr (S::kLists) {
@@ -237,11 +237,12 @@ struct BackwardConsumer {
   __device__ __forceinline__ void add_to_sums(const float (&rows)[kOwn / 2], float factor, float* target,
                                               const BackwardTask& task) const {
     const bool odd = lane & 1;
-    const int row = own_row() + (odd ? 8 : 0), columns = a.parts.base.columns;
+    const int row = own_row() + (odd ? 8 : 0), columns = a.parts.base.tensors.columns;
     const std::int64_t position = task.position + static_cast<std::int64_t>(group * S::kGroupStep + row) * task.stride;
     const bool valid = row < task.keys - group * S::kGroupStep;
     float* const place =
-        target + ((static_cast<std::int64_t>(task.entry) * a.parts.base.kv_heads + task.kv_head) * a.parts.base.tokens +
+        target + ((static_cast<std::int64_t>(task.entry) * a.parts.base.tensors.kv_heads + task.kv_head) *
+                      a.parts.base.tensors.tokens +
                   (valid ? position : 0)) *
                      columns;
 #pragma unroll
@@ -273,7 +274,7 @@ struct BackwardConsumer {
 #pragma unroll 1
     for (int i = lane; i < 16 * kChunks; i += kWarpThreads) {
       const int row = warp() * 16 + i / kChunks, chunk = i % kChunks;
-      if (row >= rows || own_column() + chunk * 8 >= a.parts.base.columns) continue;
+      if (row >= rows || own_column() + chunk * 8 >= a.parts.base.tensors.columns) continue;
       const uint4 words = load_words(tile_address + group * S::kOwnKeys + chunk / 8 * S::kKeyBlock + row * 128 +
                                      ((chunk % 8 ^ (row & 7)) << 4));
       const std::int64_t position =
@@ -341,15 +342,17 @@ struct BackwardConsumer {
       const bool keys = i >= kOwn / 2;
       const int row = group * S::kGroupStep + own_row() + i / 2 % 2 * 8,
                 column = own_column() + i % (kOwn / 2) / 4 * 8 + lane % 4 * 2 + i % 2;
-      if (row >= task.keys || column >= base.columns) continue;
-      const float value = __ldcg(place + i * kGroupThreads) * (keys ? base.sum_scale : base.output_scale);
+      if (row >= task.keys || column >= base.tensors.columns) continue;
+      const float value =
+          __ldcg(place + i * kGroupThreads) * (keys ? base.gradients.sum_scale : base.rules.output_scale);
       const std::int64_t position = task.position + static_cast<std::int64_t>(row) * task.stride;
       if (sums) {
         const std::int64_t packed =
-            (static_cast<std::int64_t>(task.entry) * base.kv_heads + task.kv_head) * base.tokens + position;
-        add_one((keys ? base.dk_sum : base.dv_sum) + packed * base.columns + column, value);
+            (static_cast<std::int64_t>(task.entry) * base.tensors.kv_heads + task.kv_head) * base.tensors.tokens +
+            position;
+        add_one((keys ? base.gradients.dk_sum : base.gradients.dv_sum) + packed * base.tensors.columns + column, value);
       } else {
-        const cuda::Rows& target = keys ? base.dk : base.dv;
+        const cuda::Rows& target = keys ? base.gradients.dk : base.gradients.dv;
         reinterpret_cast<T*>(target.data)[target.offset(task.entry, position, task.kv_head) + column] =
             cuda::from_float<T>(value);
       }
@@ -360,7 +363,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void write_keys(const typename S::Item& task, std::uint32_t stage_of_keys) {
     const cuda::Launch& base = a.parts.base;
     const int rows = task.keys - group * S::kGroupStep;
-    bool sums = base.sum_keys;
+    bool sums = base.gradients.sum_keys;
     if constexpr (S::kLists) sums = sums || task.split;
     // Never with halves. `tile` may be the next item's.
     const bool totals = S::kCloses && (task.tiles - 1) / kTilesOfSum * kTilesOfSum > task.first_tile;
@@ -371,15 +374,15 @@ struct BackwardConsumer {
       close_sums(false);
       write_totals(task, sums);
     } else if (sums) {
-      add_to_sums(dvalues, base.output_scale, base.dv_sum, task);
-      add_to_sums(dkeys, base.sum_scale, base.dk_sum, task);
+      add_to_sums(dvalues, base.rules.output_scale, base.gradients.dv_sum, task);
+      add_to_sums(dkeys, base.gradients.sum_scale, base.gradients.dk_sum, task);
     } else if (!halved || join(task)) {
-      put(dvalues, base.output_scale, values_tile);
-      put(dkeys, base.sum_scale, keys_tile);
+      put(dvalues, base.rules.output_scale, values_tile);
+      put(dkeys, base.gradients.sum_scale, keys_tile);
       if (!boxes) {
         __syncwarp();
-        write_rows(base.dv, values_tile, rows, task);
-        write_rows(base.dk, keys_tile, rows, task);
+        write_rows(base.gradients.dv, values_tile, rows, task);
+        write_rows(base.gradients.dk, keys_tile, rows, task);
       }
     }
     fence_shared();  // next the copy engine reads these tiles, or loads others into their place
@@ -409,7 +412,8 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ void run() {
     const cuda::Launch& base = a.parts.base;
-    const float factor = base.scale * cuda::kLog2E, dfactor = base.output_scale * base.dscore_scale;
+    const float factor = base.rules.scale * cuda::kLog2E,
+                dfactor = base.rules.output_scale * base.gradients.dscore_scale;
     bool more = fetch();
     if (!more) return;
     arrive_threads(kRead + (group ^ 1), kBoth);  // the place of dS is free

@@ -70,11 +70,11 @@ struct PartsLaunch {
 
   /// Sums of a row of q, where branches share them.
   LONGSPAN_DEVICE float* merged_row(int entry, int head, std::int64_t q_row) const {
-    return sums + base.packed_row(entry, q_row, head) * sum_columns;
+    return sums + base.tensors.packed_row(entry, q_row, head) * sum_columns;
   }
   LONGSPAN_DEVICE std::int64_t row(const cuda::Item& item) const {
-    return places[item.range * base.branch_count + item.branch].row(base.branches[item.branch], item.entry, item.head,
-                                                                    item.segment);
+    return places[item.range * base.schedule.branch_count + item.branch].row(base.schedule.branches[item.branch],
+                                                                             item.entry, item.head, item.segment);
   }
 };
 
@@ -103,7 +103,7 @@ struct alignas(128) BackwardLaunch {
     if (together == 0) return place;
     const unsigned tile = place / together;
     unsigned strand = place - tile * together;
-    const cuda::Work* work = parts.base.work;
+    const cuda::Work* work = parts.base.schedule.work;
     for (; strand >= work->strands; ++work) strand -= work->strands;
     if (tile >= static_cast<unsigned>(work->tiles)) return -1;
     return work->first_item + tile * work->strands + strand;

@@ -29,8 +29,8 @@ struct QueryTile {
   int stride;
   __device__ __forceinline__ QueryTile(const PartsLaunch& a, const cuda::Item& item) {
     const cuda::StrandRows strand =
-        a.base.branches[item.branch].strand(item.head, item.segment, a.base.length(item.entry));
-    const cuda::StrandQueries queries = a.base.ranges[item.range].of(strand);
+        a.base.schedule.branches[item.branch].strand(item.head, item.segment, a.base.tensors.length(item.entry));
+    const cuda::StrandQueries queries = a.base.schedule.ranges[item.range].of(strand);
     const int before = item.tile * kSumTileRows;
     rows = min(kSumTileRows, queries.count - before);
     stride = strand.stride;
@@ -46,18 +46,19 @@ __device__ __forceinline__ void zero_uncovered(const PartsLaunch& a, const cuda:
   for (int block = threadIdx.x / kWarpThreads; block < cuda::kFillRows / kWarpThreads; block += kWarps) {
     const unsigned uncovered = cuda::uncovered_rows(a.base, item, block);
     if (uncovered == 0) continue;
-    const std::int64_t row = a.base.ranges[item.range].first_row + item.tile * cuda::kFillRows + block * kWarpThreads;
-    cuda::zero_rows<T>(a.base, a.base.dq, item.entry, row, item.head, uncovered);
+    const std::int64_t row =
+        a.base.schedule.ranges[item.range].first_row + item.tile * cuda::kFillRows + block * kWarpThreads;
+    cuda::zero_rows<T>(a.base, a.base.gradients.dq, item.entry, row, item.head, uncovered);
     if (a.zero_keys) {
-      cuda::zero_rows<T>(a.base, a.base.dk, item.entry, row, item.head, uncovered);
-      cuda::zero_rows<T>(a.base, a.base.dv, item.entry, row, item.head, uncovered);
+      cuda::zero_rows<T>(a.base, a.base.gradients.dk, item.entry, row, item.head, uncovered);
+      cuda::zero_rows<T>(a.base, a.base.gradients.dv, item.entry, row, item.head, uncovered);
     }
   }
 }
 
 /// Zeros to the sums of rows that branches share.
 __device__ __forceinline__ void zero_merged(const PartsLaunch& a, const cuda::Item& item) {
-  const cuda::DeviceRange& range = a.base.ranges[item.range];
+  const cuda::DeviceRange& range = a.base.schedule.ranges[item.range];
   const int first = item.tile * cuda::kFillRows, rows = min(cuda::kFillRows, range.count - first);
   float4* const sums = reinterpret_cast<float4*>(a.merged_row(item.entry, item.head, range.first_row + first));
 #pragma unroll 4
@@ -76,8 +77,8 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
   if (blockIdx.x == 0 && a.joined) {
     for (int i = threadIdx.x; i < kMostHalved * kWarpsOfKeys; i += kPartsThreads) a.joined[i] = 0;
   }
-  const cuda::Item item = a.base.decode(blockIdx.x);
-  if (item.branch < 0) return a.base.merges ? zero_merged(a, item) : zero_uncovered<T>(a, item);
+  const cuda::Item item = a.base.schedule.decode(blockIdx.x);
+  if (item.branch < 0) return a.base.schedule.merges ? zero_merged(a, item) : zero_uncovered<T>(a, item);
   const QueryTile tile(a, item);
   if (tile.rows <= 0) return;
   const int chunk = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
@@ -85,14 +86,14 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int local = pass * kRowsAtOnce + first;
-    if (local >= tile.rows || chunk * 8 >= a.base.columns) continue;
+    if (local >= tile.rows || chunk * 8 >= a.base.tensors.columns) continue;
     const std::int64_t q_row = tile.q_row + static_cast<std::int64_t>(local) * tile.stride;
-    out[pass].load(reinterpret_cast<const T*>(a.base.out.data) + a.base.out.offset(item.entry, q_row, item.head) +
-                   chunk * 8);
-    dout[pass].load(reinterpret_cast<const T*>(a.base.dout.data) + a.base.dout.offset(item.entry, q_row, item.head) +
-                    chunk * 8);
+    out[pass].load(reinterpret_cast<const T*>(a.base.tensors.out.data) +
+                   a.base.tensors.out.offset(item.entry, q_row, item.head) + chunk * 8);
+    dout[pass].load(reinterpret_cast<const T*>(a.base.gradients.dout.data) +
+                    a.base.gradients.dout.offset(item.entry, q_row, item.head) + chunk * 8);
   }
-  if (!a.base.merges) {
+  if (!a.base.schedule.merges) {
     float4* const sums = reinterpret_cast<float4*>(a.sums + tile.row * S::kBlocks * S::kSumColumns);
 #pragma unroll
     for (int i = threadIdx.x; i < S::kBlocks * S::kSumTile / 4; i += kPartsThreads)
@@ -107,12 +108,11 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
     for (int distance = kLanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
     if (chunk != 0 || local >= tile.rows) continue;
     const std::int64_t q_row = tile.q_row + static_cast<std::int64_t>(local) * tile.stride;
-    const float lse = a.base.lse[a.base.lse_offset(item.entry, q_row, item.head)];
-    if (a.base.dlse)
-      delta -= a.base.dlse[item.entry * a.base.dlse_batch + q_row * a.base.dlse_row + item.head * a.base.dlse_head];
+    const float lse = a.base.tensors.lse.at(item.entry, q_row, item.head);
+    if (a.base.gradients.dlse.data) delta -= a.base.gradients.dlse.at(item.entry, q_row, item.head);
     const bool empty = lse == -LONGSPAN_INFINITY;
     a.lse[tile.row + local] = empty ? -LONGSPAN_INFINITY : -lse * cuda::kLog2E;
-    a.delta[tile.row + local] = empty ? 0.0f : -delta * a.base.dscore_scale;
+    a.delta[tile.row + local] = empty ? 0.0f : -delta * a.base.gradients.dscore_scale;
   }
 }
 
@@ -120,21 +120,26 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
 template <class S>
 LONGSPAN_DEVICE unsigned key_row_blocks(const PartsLaunch& a) {
   constexpr int kRows = kPartsThreads / (S::kBlocks * 8);
-  return (static_cast<unsigned>(a.base.tokens) + kRows - 1) / kRows;
+  return (static_cast<unsigned>(a.base.tensors.tokens) + kRows - 1) / kRows;
 }
 template <class S>
 LONGSPAN_DEVICE std::int64_t key_blocks(const PartsLaunch& a) {
-  return a.finish_keys ? static_cast<std::int64_t>(a.base.batch) * a.base.kv_heads * key_row_blocks<S>(a) : 0;
+  return a.finish_keys
+             ? static_cast<std::int64_t>(a.base.tensors.batch) * a.base.tensors.kv_heads * key_row_blocks<S>(a)
+             : 0;
 }
 /// Eight columns of dk and dv from their sums.
 template <class T>
 __device__ __forceinline__ void convert_key(const PartsLaunch& a, int entry, int head, int row, int column) {
   const std::int64_t place =
-      ((static_cast<std::int64_t>(entry) * a.base.kv_heads + head) * a.base.tokens + row) * a.base.columns + column;
+      ((static_cast<std::int64_t>(entry) * a.base.tensors.kv_heads + head) * a.base.tensors.tokens + row) *
+          a.base.tensors.columns +
+      column;
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
-    const cuda::Rows& target = which == 0 ? a.base.dk : a.base.dv;
-    const float4* const sums = reinterpret_cast<const float4*>((which == 0 ? a.base.dk_sum : a.base.dv_sum) + place);
+    const cuda::Rows& target = which == 0 ? a.base.gradients.dk : a.base.gradients.dv;
+    const float4* const sums =
+        reinterpret_cast<const float4*>((which == 0 ? a.base.gradients.dk_sum : a.base.gradients.dv_sum) + place);
     const float4 low = __ldcs(sums), high = __ldcs(sums + 1);
     *reinterpret_cast<uint4*>(reinterpret_cast<T*>(target.data) + target.offset(entry, row, head) + column) =
         make_uint4(cuda::pack<T>(low.x, low.y), cuda::pack<T>(low.z, low.w), cuda::pack<T>(high.x, high.y),
@@ -147,35 +152,37 @@ __device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned bloc
   constexpr int kLanes = S::kBlocks * 8;
   const unsigned row_blocks = key_row_blocks<S>(a), by_head = block / row_blocks;
   const int row = static_cast<int>((block - by_head * row_blocks) * (kPartsThreads / kLanes) + threadIdx.x / kLanes);
-  const int entry = static_cast<int>(by_head / a.base.kv_heads), head = static_cast<int>(by_head) % a.base.kv_heads;
+  const int entry = static_cast<int>(by_head / a.base.tensors.kv_heads),
+            head = static_cast<int>(by_head) % a.base.tensors.kv_heads;
   const int column = threadIdx.x % kLanes * 8;
-  if (row < a.base.tokens && column < a.base.columns) convert_key<T>(a, entry, head, row, column);
+  if (row < a.base.tensors.tokens && column < a.base.tensors.columns) convert_key<T>(a, entry, head, row, column);
 }
 
 /// Tiles of keys whose lists are cut into several items, which add up in float32: zeros before, dk and dv after. One
 /// block for each item of the main kernel; the first of a tile does it.
 template <class T, bool kFinish>
 __global__ void __launch_bounds__(kPartsThreads) split_keys(const __grid_constant__ PartsLaunch a) {
-  const cuda::Item item = a.base.decode(blockIdx.x);
-  const cuda::BlockLists& lists = a.base.lists[item.branch];
+  const cuda::Item item = a.base.schedule.decode(blockIdx.x);
+  const cuda::BlockLists& lists = a.base.schedule.lists[item.branch];
   bool first_part;
   if (!lists.places || !is_part(lists, item, first_part) || !first_part) return;
   const cuda::StrandRows strand =
-      a.base.branches[item.branch].strand(item.head, item.segment, a.base.length(item.entry));
+      a.base.schedule.branches[item.branch].strand(item.head, item.segment, a.base.tensors.length(item.entry));
   const int first = lists.place(item.entry, item.head, item.tile).tile * kKeyTileRows;
-  const int chunks = a.base.columns / 8, rows = min(kKeyTileRows, strand.count - first);
+  const int chunks = a.base.tensors.columns / 8, rows = min(kKeyTileRows, strand.count - first);
   for (int i = threadIdx.x; i < rows * chunks; i += kPartsThreads) {
     const int row = strand.start + (first + i / chunks) * strand.stride, column = i % chunks * 8;
     if constexpr (kFinish) {
       convert_key<T>(a, item.entry, item.head, row, column);
     } else {
       const std::int64_t place =
-          ((static_cast<std::int64_t>(item.entry) * a.base.heads + item.head) * a.base.tokens + row) * a.base.columns +
+          ((static_cast<std::int64_t>(item.entry) * a.base.tensors.heads + item.head) * a.base.tensors.tokens + row) *
+              a.base.tensors.columns +
           column;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        reinterpret_cast<float4*>(a.base.dk_sum + place)[half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        reinterpret_cast<float4*>(a.base.dv_sum + place)[half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        reinterpret_cast<float4*>(a.base.gradients.dk_sum + place)[half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        reinterpret_cast<float4*>(a.base.gradients.dv_sum + place)[half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
     }
   }
@@ -190,7 +197,7 @@ __global__ void __launch_bounds__(kPartsThreads) convert_tiles(const __grid_cons
   __shared__ __align__(16) T rows[S::kBlocks][kSumTileRows][kPitch];
   await_previous();
   if (blockIdx.x >= a.items) return convert_keys<S>(a, blockIdx.x - a.items);
-  const cuda::Item item = a.base.decode(blockIdx.x);
+  const cuda::Item item = a.base.schedule.decode(blockIdx.x);
   const QueryTile tile(a, item);
   if (tile.rows <= 0) return;
   const int part = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, lane = thread % kWarpThreads;
@@ -198,7 +205,7 @@ __global__ void __launch_bounds__(kPartsThreads) convert_tiles(const __grid_cons
       reinterpret_cast<const float4*>(a.sums + tile.row / kSumTileRows * S::kBlocks * S::kSumTile) +
       thread / kWarpThreads * (S::kWarpSums / 4) + lane;
   const int row = thread / kWarpThreads * 16 + lane / 4;
-  const float factor = a.base.sum_scale;
+  const float factor = a.base.gradients.sum_scale;
 #pragma unroll
   for (int i = 0; i < S::kBlocks * kEights / kParts; ++i) {
     const int block = (i * kParts + part) / kEights, j = (i * kParts + part) % kEights;
@@ -210,12 +217,13 @@ __global__ void __launch_bounds__(kPartsThreads) convert_tiles(const __grid_cons
   __syncthreads();
   constexpr int kLanes = S::kBlocks * 8;
   const int chunk = threadIdx.x % kLanes;
-  if (chunk * 8 >= a.base.columns) return;
+  if (chunk * 8 >= a.base.tensors.columns) return;
 #pragma unroll
   for (int local = threadIdx.x / kLanes; local < kSumTileRows; local += kPartsThreads / kLanes) {
     if (local >= tile.rows) break;
     const std::int64_t q_row = tile.q_row + static_cast<std::int64_t>(local) * tile.stride;
-    T* const target = reinterpret_cast<T*>(a.base.dq.data) + a.base.dq.offset(item.entry, q_row, item.head) + chunk * 8;
+    T* const target = reinterpret_cast<T*>(a.base.gradients.dq.data) +
+                      a.base.gradients.dq.offset(item.entry, q_row, item.head) + chunk * 8;
     *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(&rows[chunk / 8][local][chunk % 8 * 8]);
   }
 }
@@ -231,10 +239,10 @@ __global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_const
   const unsigned row_blocks = a.fill_items * kQuarters;
   await_previous();
   if (blockIdx.x >= row_blocks) return convert_keys<S>(a, blockIdx.x - row_blocks);
-  const cuda::Item item = a.base.decode(a.items + blockIdx.x / kQuarters);
-  const cuda::DeviceRange& range = a.base.ranges[item.range];
+  const cuda::Item item = a.base.schedule.decode(a.items + blockIdx.x / kQuarters);
+  const cuda::DeviceRange& range = a.base.schedule.ranges[item.range];
   const int chunk = threadIdx.x % kLanes, column = chunk * 8;
-  if (column >= a.base.columns) return;
+  if (column >= a.base.tensors.columns) return;
   // Columns of a thread in sums (backward_launch.h), and how far its second four are from the first.
   constexpr int kApart = S::kShared ? 4 : 8;
   const int place = S::kShared ? column : chunk / 2 * kSumBlockColumns + chunk % 2 * 4;
@@ -248,10 +256,10 @@ __global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_const
                  high = __ldcs(reinterpret_cast<const float4*>(sums + kApart));
     // Plus 0: zeros that strands add past their ends, in no order, may leave 0 or -0 where a sum has underflowed.
     const auto two = [&](float x, float y) {
-      return cuda::pack<T>(fmaf(x, a.base.sum_scale, 0.0f), fmaf(y, a.base.sum_scale, 0.0f));
+      return cuda::pack<T>(fmaf(x, a.base.gradients.sum_scale, 0.0f), fmaf(y, a.base.gradients.sum_scale, 0.0f));
     };
-    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(a.base.dq.data) + a.base.dq.offset(item.entry, row, item.head) +
-                              column) =
+    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(a.base.gradients.dq.data) +
+                              a.base.gradients.dq.offset(item.entry, row, item.head) + column) =
         make_uint4(two(low.x, low.y), two(low.z, low.w), two(high.x, high.y), two(high.z, high.w));
   }
 }

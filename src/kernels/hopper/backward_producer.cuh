@@ -29,12 +29,13 @@ struct BackwardProducer {
     task.pair = halved ? static_cast<int>(flat - whole) / 2 : -1;
     const std::int64_t found = a.item_at(halved ? whole + task.pair : flat);
     if (found < 0) return false;
-    const cuda::Item item = base.decode(static_cast<unsigned>(found));
-    const cuda::StrandRows strand = base.branches[item.branch].strand(item.head, item.segment, base.length(item.entry));
-    const cuda::StrandQueries queries = base.ranges[item.range].of(strand);
+    const cuda::Item item = base.schedule.decode(static_cast<unsigned>(found));
+    const cuda::StrandRows strand =
+        base.schedule.branches[item.branch].strand(item.head, item.segment, base.tensors.length(item.entry));
+    const cuda::StrandQueries queries = base.schedule.ranges[item.range].of(strand);
     int first_key = item.tile * S::kKeys;
     if constexpr (S::kLists) {
-      const cuda::BlockLists& lists = base.lists[item.branch];
+      const cuda::BlockLists& lists = base.schedule.lists[item.branch];
       task.listed = task.empty = task.split = false;
       if (lists.places) first_key = lists.place(item.entry, item.head, item.tile).tile * S::kKeys;
       if (first_key < 0) return false;
@@ -46,7 +47,7 @@ struct BackwardProducer {
     task.queries = queries.count;
     task.diagonal = first_key - queries.begin;
     task.tiles = (queries.count + S::kQueries - 1) / S::kQueries;
-    task.first_tile = base.causal ? max(0, task.diagonal) / S::kQueries : 0;
+    task.first_tile = base.rules.causal ? max(0, task.diagonal) / S::kQueries : 0;
     if (halved) {  // few queries are left to the first half
       const int split = task.tiles < kFewestHalved ? task.tiles : task.tiles / 4 * 2;
       if (split == task.tiles) task.pair = -1;
@@ -55,14 +56,14 @@ struct BackwardProducer {
     }
     if (task.keys <= 0 || task.tiles <= task.first_tile) return false;
     if constexpr (S::kLists) {
-      const cuda::BlockLists& lists = base.lists[item.branch];
+      const cuda::BlockLists& lists = base.schedule.lists[item.branch];
       if (lists.places) {
         task.first_tile = 0;
         task.tiles = find_queries<S>(lists, lists.place(item.entry, item.head, item.tile), queries.count, task);
         task.empty = task.tiles == 0;
         bool first_part;
         task.split = a.parts.splits && is_part(lists, item, first_part);
-        if (task.empty && (base.sum_keys || task.split)) return false;
+        if (task.empty && (base.gradients.sum_keys || task.split)) return false;
         task.tiles = max(1, task.tiles);
       }
     }
@@ -176,7 +177,7 @@ struct BackwardProducer {
         if (leader && wants) arrive(memory.task_wanted());
         wait(memory.tile_free(stage.stage), stage.parity);
         if constexpr (S::kLists) {
-          if (leader) notes[(stage.parity ^ 1) * S::kStages + stage.stage] = cursor.note(a.parts.base.causal);
+          if (leader) notes[(stage.parity ^ 1) * S::kStages + stage.stage] = cursor.note(a.parts.base.rules.causal);
           cursor.advance();
         }
         if (leader) {
@@ -227,7 +228,7 @@ struct BackwardProducer {
       fence_shared();
     }
     add_box(&a.sums[task.q_map], sums, task.q_index + first, S::kWide ? group * (kBlockColumns / kSumBlockColumns) : 0,
-            task.q_phase, task.entry * a.parts.base.heads + task.head);
+            task.q_phase, task.entry * a.parts.base.tensors.heads + task.head);
   }
 
   /// Adds one group's dQ to memory, tile by tile. Deterministic calls add in the order of items: one or two tiles of
@@ -254,7 +255,7 @@ struct BackwardProducer {
         const int begin = tile & -step, end = task.told_end(tile, own, step);
         const auto is_turn = [&](int of_begin, int of_end) {
           return cuda::load_acquire(turns + first + 2 * of_begin) ==
-                 static_cast<unsigned>(task.turn(of_end * S::kQueries, a.parts.base.causal));
+                 static_cast<unsigned>(task.turn(of_end * S::kQueries, a.parts.base.rules.causal));
         };
         const bool opens = turns && tile < own && (tile == task.first_tile || tile == begin);
         while (opens && !asked) asked = is_turn(begin, end);

@@ -111,7 +111,7 @@ struct Consumer {
       skipped_before = 0;
       skipped_after = first_tile;
     } else {
-      if (a.base.causal) {
+      if (a.base.rules.causal) {
         end_tile = min(tiles, (first + kGroupRows + kKeys - 1) / kKeys);
         unmasked = min((first + 1) / kKeys, unmasked);
       }
@@ -157,8 +157,8 @@ struct Consumer {
   }
   __device__ __forceinline__ void mask(int first_key, int end) {
     const int first = first_key + lane % 4 * 2;
-    const int upper = (a.base.causal ? min(end, own_row + 1) : end) - first;
-    const int lower = (a.base.causal ? min(end, own_row + 9) : end) - first;
+    const int upper = (a.base.rules.causal ? min(end, own_row + 1) : end) - first;
+    const int lower = (a.base.rules.causal ? min(end, own_row + 9) : end) - first;
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j) {
       if (8 * j >= upper) scores[4 * j] = -LONGSPAN_INFINITY;
@@ -359,9 +359,9 @@ struct Consumer {
     }
   }
   __device__ __forceinline__ void write_lse(const Task& task, int row, int half) const {
-    if (!a.base.lse || lane % 4 != 0) return;
+    if (!a.base.tensors.lse.data || lane % 4 != 0) return;
     const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(row) * task.stride;
-    a.base.lse[a.base.lse_offset(task.entry, q_row, task.head)] =
+    a.base.tensors.lse.at(task.entry, q_row, task.head) =
         sum[half] == 0.0f ? -LONGSPAN_INFINITY : (finite(largest[half]) + __log2f(sum[half])) * kLn2;
   }
 
@@ -371,8 +371,8 @@ struct Consumer {
                                             const float (&correction)[2]) {
     constexpr int kPairs = kColumns / 8, kPart = kPairs % 8 == 0 ? 8 : 6;  // of columns; not all at once, for registers
     static_assert(kPairs % kPart == 0);
-    const int pairs = (a.base.columns - lane % 4 * 2 + 7) / 8;  // that exist
-    const std::int64_t first = a.base.packed_row(task.entry, task.q_row, task.head);
+    const int pairs = (a.base.tensors.columns - lane % 4 * 2 + 7) / 8;  // that exist
+    const std::int64_t first = a.base.tensors.packed_row(task.entry, task.q_row, task.head);
     wait(memory.state_full(number % kTaskSlots), number / kTaskSlots & 1);
     unsigned finished = 0;
     unsigned others[2];
@@ -384,14 +384,15 @@ struct Consumer {
       const float2 found = shares.found[own];
       const std::int64_t packed = first + static_cast<std::int64_t>(own) * task.stride;
       others[half] = shares.others[own];
-      state[half] = reinterpret_cast<float2*>(a.base.state + packed * a.base.columns) + lane % 4;
+      state[half] = reinterpret_cast<float2*>(a.base.scratch.state + packed * a.base.tensors.columns) + lane % 4;
       const float top = fmaxf(largest[half], found.x), grown = fast_exp2(largest[half] - finite(top));
       old_factor[half] = fast_exp2(found.x - finite(top));
       own_factor[half] = correction[half] * grown;
       largest[half] = top;
       sum[half] = fmaf(sum[half], grown, found.y * old_factor[half]);
       if (others[half] & 2) {
-        if (lane % 4 == 0) __stcg(reinterpret_cast<float2*>(a.base.state_sums) + packed, make_float2(top, sum[half]));
+        if (lane % 4 == 0)
+          __stcg(reinterpret_cast<float2*>(a.base.scratch.state_sums) + packed, make_float2(top, sum[half]));
       } else if (own < task.rows) {
         finished |= 1u << half;
         write_lse(task, own, half);
@@ -447,7 +448,7 @@ struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      factor[half] *= sum[half] == 0.0f ? 0.0f : __fdividef(a.base.output_scale, sum[half]);
+      factor[half] *= sum[half] == 0.0f ? 0.0f : __fdividef(a.base.rules.output_scale, sum[half]);
     const std::uint32_t target = tile + row * 128 + lane % 4 * 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
@@ -463,11 +464,12 @@ struct Consumer {
       for (int i = lane; i < 16 * kChunks; i += kWarpThreads) {
         const int local = i / kChunks, chunk = i % kChunks;
         const unsigned bits = __shfl_sync(~0u, finished, (local & 7) * 4);
-        if (!(bits >> (local >> 3) & 1) || chunk * 8 >= a.base.columns) continue;
+        if (!(bits >> (local >> 3) & 1) || chunk * 8 >= a.base.tensors.columns) continue;
         const uint4 words =
             load_words(tile + chunk / 8 * S::kQueryBlock + (warp_row + local) * 128 + ((chunk % 8 ^ (local & 7)) << 4));
         const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(first_row + warp_row + local) * task.stride;
-        T* const place = reinterpret_cast<T*>(a.base.out.data) + a.base.out.offset(task.entry, q_row, task.head);
+        T* const place =
+            reinterpret_cast<T*>(a.base.tensors.out.data) + a.base.tensors.out.offset(task.entry, q_row, task.head);
         store_global(place + chunk * 8, words);
       }
     }
@@ -527,8 +529,9 @@ struct Consumer {
       if (exists(row)) write_lse(task, row, 0);
       if (exists(row + 8)) write_lse(task, row + 8, 1);
     }
-    const bool early =
-        S::kPasses ? passed > 0 : !S::kLists && (unneeded || (!S::kSkipsHolding && (a.base.causal || a.packed > 1)));
+    const bool early = S::kPasses
+                           ? passed > 0
+                           : !S::kLists && (unneeded || (!S::kSkipsHolding && (a.base.rules.causal || a.packed > 1)));
     if (early) {
       products_wait<0>();
       release_value(last);
@@ -563,7 +566,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    const float factor = a.base.scale * cuda::kLog2E;
+    const float factor = a.base.rules.scale * cuda::kLog2E;
     if (group == S::kGroups - 1) pass_token();
     bool more = fetch();
     if (more) {

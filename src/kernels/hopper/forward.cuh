@@ -75,8 +75,8 @@ cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cuda
     return cuda::start<&forward<S>>(choice.blocks, S::kThreads, Memory<S>::kBytes, stream, launch);
   };
   const auto run_either = [&]<int kColumns, int kGroups, int kKeys, int kStages>() {
-    return launch.base.merges ? run.template operator()<true, kColumns, kGroups, kKeys, kStages>()
-                              : run.template operator()<false, kColumns, kGroups, kKeys, kStages>();
+    return launch.base.schedule.merges ? run.template operator()<true, kColumns, kGroups, kKeys, kStages>()
+                                       : run.template operator()<false, kColumns, kGroups, kKeys, kStages>();
   };
   const auto run_lists = [&]<int kColumns, int kKeys, int kStages, int kStreams, bool kPasses>() {
     using S = Shape<T, false, kColumns, 2, kKeys, kStages, kStreams, true, kPasses>;

@@ -30,16 +30,17 @@ bool make_maps(HopperLaunch& launch, const ForwardArguments& a, const Choice& ch
 
 /// Whether rows of q are all positions in order.
 bool is_whole(const cuda::Launch& base) {
-  return base.range_count == 1 && base.ranges[0].start == 0 && base.ranges[0].first_row == 0 &&
-         base.ranges[0].count == base.tokens && base.query_rows == base.tokens;
+  return base.schedule.range_count == 1 && base.schedule.ranges[0].start == 0 &&
+         base.schedule.ranges[0].first_row == 0 && base.schedule.ranges[0].count == base.tensors.tokens &&
+         base.tensors.query_rows == base.tensors.tokens;
 }
 
 /// Whether uncovered rows are whole phases of every head, so that boxes of zeros fill them.
 bool fills_by_boxes(const ForwardArguments& a, const cuda::Launch& base) {
   const std::int64_t tokens = a.plan.problem().tokens;
   if (a.plan.problem().head_dim > kWidestWithZeros || has_masks(a.plan)) return false;
-  if (!base.fill || base.merges || base.lengths || !is_whole(base)) return false;
-  if (static_cast<double>(base.batch) * base.heads * static_cast<double>(tokens) > 1e9) return false;
+  if (!base.schedule.fill || base.schedule.merges || base.tensors.lengths || !is_whole(base)) return false;
+  if (static_cast<double>(base.tensors.batch) * base.tensors.heads * static_cast<double>(tokens) > 1e9) return false;
   return std::all_of(a.plan.branches().begin(), a.plan.branches().end(), [&](const BranchPlan& branch) {
     return branch.active(tokens) && branch.dilation <= tokens &&
            (branch.segment >= tokens || branch.segment % branch.dilation == 0);
@@ -118,28 +119,29 @@ void forward(const ForwardArguments& a) {
   if (space.total > space.totals) launch.totals = reinterpret_cast<float*>(a.workspace + space.totals);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
   cuda::for_each_launch(a, {.rows = choice.groups * kGroupRows, .restores = true}, true, [&](cuda::Launch& base) {
-    if (base.items == 0) return;
+    if (base.schedule.items == 0) return;
     launch.base = base;
-    launch.items = static_cast<unsigned>(base.items);
-    for (int w = base.work_count - 1; w >= 0 && base.work[w].branch < 0; --w)
-      launch.items = static_cast<unsigned>(base.work[w].first_item);
-    launch.query_group = base.heads / base.kv_heads;
+    launch.items = static_cast<unsigned>(base.schedule.items);
+    for (int w = base.schedule.work_count - 1; w >= 0 && base.schedule.work[w].branch < 0; --w)
+      launch.items = static_cast<unsigned>(base.schedule.work[w].first_item);
+    launch.query_group = base.tensors.heads / base.tensors.kv_heads;
     launch.whole = is_whole(base);
     launch.fill_boxes = fills_by_boxes(a, base);
-    launch.fill_items = static_cast<unsigned>(base.items) - launch.items;
+    launch.fill_items = static_cast<unsigned>(base.schedule.items) - launch.items;
     // Lists are as long in one tile as in another: a strand after the other, for the sake of the L2 cache.
-    for (int w = 0; w < base.work_count && base.causal; ++w) launch.base.work[w].chunk = choice.lists ? 1 : kChunk;
+    for (int w = 0; w < base.schedule.work_count && base.rules.causal; ++w)
+      launch.base.schedule.work[w].chunk = choice.lists ? 1 : kChunk;
     launch.packed = choice.packed;
     const unsigned taken =
         (launch.items + static_cast<unsigned>(choice.packed) - 1) / static_cast<unsigned>(choice.packed);
     const unsigned streams = static_cast<unsigned>(choice.streams);
     choice.blocks = static_cast<int>(
         std::min<std::int64_t>(multiprocessors(problem), (std::max(taken, launch.fill_items) + streams - 1) / streams));
-    launch.ticket = base.ticket;
+    launch.ticket = base.scratch.ticket;
     if (counts && !launch.ticket) {
       const auto own = reinterpret_cast<unsigned*>(a.workspace + space.ticket);
       const cuda::Counters counters = cuda::resting_counters({stream, 1, own, sizeof(unsigned)});
-      launch.base.leaving = counters.leaving;
+      launch.base.scratch.leaving = counters.leaving;
       launch.ticket = counters.first;
     }
     // Off a counter items are better taken late, but strands of few tiles leave little time to look them up.
@@ -202,7 +204,12 @@ std::string to_string(const Choice& choice) {
                      choice.columns, choice.stages);
 }
 
-const Kernel kKernel = {"hopper-wgmma", can_run, workspace_bytes, forward,
-                        backward,       false,   accepts_forward, accepts_backward};
+const Kernel kKernel = {.name = "hopper-wgmma",
+                        .can_run = can_run,
+                        .workspace_bytes = workspace_bytes,
+                        .forward = forward,
+                        .backward = backward,
+                        .accepts_forward = accepts_forward,
+                        .accepts_backward = accepts_backward};
 
 }  // namespace longspan::hopper

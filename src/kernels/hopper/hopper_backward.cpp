@@ -109,9 +109,9 @@ std::int64_t strands_in_order(const cuda::Work& work, const Plan& plan, int bloc
 /// strands, whose tiles would all wait for one another, does not come alone at the end then.
 unsigned strands_of_all(const cuda::Launch& part) {
   unsigned strands = 0;
-  for (int w = 0; w < part.work_count; ++w) {
-    strands += part.work[w].strands;
-    if (part.work[w].chunk < part.work[w].strands) return 0;
+  for (int w = 0; w < part.schedule.work_count; ++w) {
+    strands += part.schedule.work[w].strands;
+    if (part.schedule.work[w].chunk < part.schedule.work[w].strands) return 0;
   }
   return strands <= kMostInOrder ? strands : 0;
 }
@@ -143,13 +143,13 @@ bool make_sum_maps(BackwardLaunch& launch, const Plan& plan) {
 void place_strands(PartsLaunch& parts) {
   const cuda::Launch& base = parts.base;
   std::int64_t next = 0;
-  for (int r = 0; r < base.range_count; ++r) {
-    for (int b = 0; b < base.branch_count; ++b) {
-      StrandPlaces& places = parts.places[r * base.branch_count + b];
-      if (!base.branches[b].active(base.tokens)) continue;
-      places = places_of(base.branches[b], base.ranges[r], base.tokens);
+  for (int r = 0; r < base.schedule.range_count; ++r) {
+    for (int b = 0; b < base.schedule.branch_count; ++b) {
+      StrandPlaces& places = parts.places[r * base.schedule.branch_count + b];
+      if (!base.schedule.branches[b].active(base.tensors.tokens)) continue;
+      places = places_of(base.schedule.branches[b], base.schedule.ranges[r], base.tensors.tokens);
       places.first = next;
-      next += places.per_head * base.branches[b].head_count * base.batch;
+      next += places.per_head * base.schedule.branches[b].head_count * base.tensors.batch;
     }
   }
 }
@@ -172,9 +172,10 @@ bool is_whole(const BackwardArguments& a) {
 
 void count_items(PartsLaunch& parts) {
   const cuda::Launch& base = parts.base;
-  parts.items = static_cast<unsigned>(base.items);
-  for (int w = base.work_count - 1; w >= 0 && base.work[w].branch < 0; --w) parts.items = base.work[w].first_item;
-  parts.fill_items = static_cast<unsigned>(base.items) - parts.items;
+  parts.items = static_cast<unsigned>(base.schedule.items);
+  for (int w = base.schedule.work_count - 1; w >= 0 && base.schedule.work[w].branch < 0; --w)
+    parts.items = base.schedule.work[w].first_item;
+  parts.fill_items = static_cast<unsigned>(base.schedule.items) - parts.items;
 }
 
 }  // namespace
@@ -272,28 +273,32 @@ void backward(const BackwardArguments& a) {
   parts.lists = masked;
   // Where all fits in L2, long items of every branch come before short ones of any.
   const bool in_parts = !in_order && !masked && sum_rows(a.plan) * sum_columns(a.plan) * 8 <= kCacheBytes;
-  const cuda::Tiling tiling{tile_keys(problem), true, false, in_parts, cuda::splits_lists(a.plan)};
+  const cuda::Tiling tiling{.rows = tile_keys(problem),
+                            .by_keys = true,
+                            .fills = false,
+                            .parts = in_parts,
+                            .splits = cuda::splits_lists(a.plan)};
   cuda::for_each_launch(a, tiling, true, [&](cuda::Launch& base) {
-    base.dk_sum = at(space.dk), base.dv_sum = at(space.dv);
+    base.gradients.dk_sum = at(space.dk), base.gradients.dv_sum = at(space.dv);
     // Where nothing else adds up, only the keys of lists that are cut do; which these are, adaptive masks do not say.
     parts.splits = tiling.splits && problem.heads == problem.kv_heads && !is_adaptive(a.plan);
-    base.sum_keys = base.sum_keys && !parts.splits;
+    base.gradients.sum_keys = base.gradients.sum_keys && !parts.splits;
     parts.base = base;
     if (parts.splits) cuda::check(starts.split(parts, false, stream), "clearing sums of keys");
-    if (base.sum_keys && !cleared) cuda::check(cuda::clear_key_sums(base, stream), "clearing accumulators");
+    if (base.gradients.sum_keys && !cleared) cuda::check(cuda::clear_key_sums(base, stream), "clearing accumulators");
     cleared = true;
     // Around the main kernel: tiles of query rows, and all rows where several branches may share one.
     parts.base = base;
-    parts.base.fill = base.fill || base.merges;
-    cuda::add_work(parts.base, a.plan, {kSumTileRows, false, true});
-    for (int w = 0; w < parts.base.work_count;
+    parts.base.schedule.fill = base.schedule.fill || base.schedule.merges;
+    cuda::add_work(parts.base, a.plan, {.rows = kSumTileRows});
+    for (int w = 0; w < parts.base.schedule.work_count;
          ++w) {  // heads of one tile after the other: they are neighbours in memory
-      cuda::Work& work = parts.base.work[w];
+      cuda::Work& work = parts.base.schedule.work[w];
       work.chunk = static_cast<unsigned>(work.head_count);
     }
-    parts.zero_keys = !base.sum_keys;
-    for (int r = 0; r < base.range_count; ++r) rows_left -= base.ranges[r].count;
-    parts.finish_keys = base.sum_keys && rows_left == 0;
+    parts.zero_keys = !base.gradients.sum_keys;
+    for (int r = 0; r < base.schedule.range_count; ++r) rows_left -= base.schedule.ranges[r].count;
+    parts.finish_keys = base.gradients.sum_keys && rows_left == 0;
     place_strands(parts);
     count_items(parts);
     const PartsLaunch around = parts;
@@ -301,32 +306,34 @@ void backward(const BackwardArguments& a) {
 
     launch.first_ticket = 0;
     const auto run = [&](const cuda::Launch& part) {
-      if (part.items == 0) return;
+      if (part.schedule.items == 0) return;
       parts.base = part;
-      parts.base.descending = in_order && part.causal;  // BackwardTask::turn
-      parts.items = static_cast<unsigned>(part.items);
-      launch.query_group = part.heads / part.kv_heads;
-      launch.halved = static_cast<unsigned>(part.items == a.plan.items(tile_keys(problem)) ? halved : 0);
-      launch.blocks = static_cast<int>(std::min<std::int64_t>(part.items + launch.halved, multiprocessors(problem)));
-      for (int w = 0; w < part.work_count; ++w) {
-        cuda::Work& work = parts.base.work[w];
+      parts.base.schedule.descending = in_order && part.rules.causal;  // BackwardTask::turn
+      parts.items = static_cast<unsigned>(part.schedule.items);
+      launch.query_group = part.tensors.heads / part.tensors.kv_heads;
+      launch.halved = static_cast<unsigned>(part.schedule.items == a.plan.items(tile_keys(problem)) ? halved : 0);
+      launch.blocks =
+          static_cast<int>(std::min<std::int64_t>(part.schedule.items + launch.halved, multiprocessors(problem)));
+      for (int w = 0; w < part.schedule.work_count; ++w) {
+        cuda::Work& work = parts.base.schedule.work[w];
         work.chunk = static_cast<unsigned>(in_order ? strands_in_order(work, a.plan, launch.blocks)
                                                     : strands_together(work, a.plan));
       }
       launch.together = in_order ? strands_of_all(parts.base) : 0;
       if (launch.together > 0) {
         int tiles = 0;
-        for (int w = 0; w < part.work_count; ++w) tiles = std::max(tiles, part.work[w].tiles);
+        for (int w = 0; w < part.schedule.work_count; ++w) tiles = std::max(tiles, part.schedule.work[w].tiles);
         parts.items = launch.together * static_cast<unsigned>(tiles);
       }
       // Asking and telling takes longer than a tile of queries, but a strand's tiles of keys follow sooner: that
       // matters where a call has few.
-      launch.told_tiles = part.items < kFewRounds * std::int64_t{launch.blocks} ? 1 : 2;
+      launch.told_tiles = part.schedule.items < kFewRounds * std::int64_t{launch.blocks} ? 1 : 2;
       cuda::check(starts.run(launch, stream), "starting the Hopper backward kernel");
       // Every block takes one number that is no item any more.
       launch.first_ticket += parts.items + launch.halved + static_cast<unsigned>(launch.blocks);
     };
-    if (in_order && base.sum_keys) cuda::for_each_writer(base, base.heads / base.kv_heads, run);
+    if (in_order && base.gradients.sum_keys)
+      cuda::for_each_writer(base, base.tensors.heads / base.tensors.kv_heads, run);
     else run(base);
     cuda::check(starts.convert(around, stream), "starting the conversion of gradients");
     if (parts.splits) {

@@ -39,7 +39,8 @@ struct alignas(128) HopperLaunch {
 
   /// Counts items of a branch that are done, where branches wait for one another.
   LONGSPAN_DEVICE unsigned* finished(int branch, int range, int entry, int head) const {
-    return base.finished + ((range * base.branch_count + branch) * base.batch + entry) * base.heads + head;
+    return base.scratch.finished +
+           ((range * base.schedule.branch_count + branch) * base.tensors.batch + entry) * base.tensors.heads + head;
   }
   /// The map of a branch for rows of one phase; phases from `longer` on are one row shorter than those before it.
   LONGSPAN_DEVICE int map(int branch, int phase, int longer) const {

@@ -38,7 +38,7 @@ struct Producer {
       // In turn, but each round a few places on: a strand's last tile is the shortest, and where the number of tiles
       // divides that of blocks one block would get all of them. Items that get shorter go there and back instead.
       const unsigned round = item / workers(), place = item - round * workers();
-      return (round + 1) * workers() + (a.base.causal ? workers() - 1 - place : (place + kRotation) % workers());
+      return (round + 1) * workers() + (a.base.rules.causal ? workers() - 1 - place : (place + kRotation) % workers());
     }
     return take(lane) + (S::kMerges ? 0 : workers());
   }
@@ -48,14 +48,14 @@ struct Producer {
   __device__ __forceinline__ void describe(unsigned flat, typename S::Item& task) const {
     task = {};
     if (flat >= a.items) return;
-    const cuda::Item item = a.base.decode(flat);
-    const cuda::DeviceBranch& branch = a.base.branches[item.branch];
-    const int length = a.base.length(item.entry);
+    const cuda::Item item = a.base.schedule.decode(flat);
+    const cuda::DeviceBranch& branch = a.base.schedule.branches[item.branch];
+    const int length = a.base.tensors.length(item.entry);
     const cuda::StrandRows strand = branch.strand(item.head, item.segment, length);
     const cuda::StrandQueries queries =
-        a.whole ? cuda::StrandQueries{0, strand.count, strand.start} : a.base.ranges[item.range].of(strand);
+        a.whole ? cuda::StrandQueries{0, strand.count, strand.start} : a.base.schedule.ranges[item.range].of(strand);
     // Tiles of a branch with a block mask lie on the strand's grid: the first may begin before the range.
-    const bool masked = S::kLists && a.base.lists[item.branch].places;
+    const bool masked = S::kLists && a.base.schedule.lists[item.branch].places;
     const int before = item.tile * S::kRows - (masked ? queries.begin : 0);
     const int rows = min(S::kRows, queries.count - before), first_row = S::kLists ? max(0, -before) : 0;
     if (rows <= first_row) {
@@ -63,11 +63,11 @@ struct Producer {
       return;
     }
     const int first = queries.begin + before, q_row = static_cast<int>(queries.q_row) + before * strand.stride;
-    const int last_key = a.base.causal ? min(strand.count, first + rows) : strand.count;
+    const int last_key = a.base.rules.causal ? min(strand.count, first + rows) : strand.count;
     task.tiles = (last_key + S::kKeys - 1) / S::kKeys;
     if constexpr (S::kLists) {
       task.first_row = first_row;
-      if (masked) task.tiles = find_list<S>(a.base.lists[item.branch], item, strand.count, task);
+      if (masked) task.tiles = find_list<S>(a.base.schedule.lists[item.branch], item, strand.count, task);
     }
     task.keys = strand.count;
     task.first_query = first;
@@ -89,7 +89,7 @@ struct Producer {
     task.range = item.range;
     task.length = length;
     task.position = strand.start + first * strand.stride;
-    task.padding = branch.padding(strand.count, length, a.base.causal);
+    task.padding = branch.padding(strand.count, length, a.base.rules.causal);
   }
   /// Looks for work from `item` on: one item of the table, or several whose strands are short, by a thread each.
   __device__ __forceinline__ void find(unsigned& item, typename S::Item* task, int lane) const {
@@ -134,15 +134,15 @@ struct Producer {
   }
   /// After the last of this stream's items: the last stream of all leaves the counters as it found them.
   __device__ __forceinline__ void leave(int lane) const {
-    if (!a.base.leaving) return;
+    if (!a.base.scratch.leaving) return;
     unsigned before = 0;
     if (lane == 0) {
       __threadfence();
-      before = atomicAdd(a.base.leaving, 1u);
+      before = atomicAdd(a.base.scratch.leaving, 1u);
       __threadfence();
     }
     if (__shfl_sync(~0u, before, 0) + 1 < workers()) return;
-    for (int i = lane; i < cuda::kCounterWords; i += kWarpThreads) a.base.leaving[i] = 0;
+    for (int i = lane; i < cuda::kCounterWords; i += kWarpThreads) a.base.scratch.leaving[i] = 0;
   }
   /// Keeps tasks ready for the loads and for the consumers.
   __device__ __forceinline__ void schedule(int lane) const {
@@ -168,17 +168,17 @@ struct Producer {
   __device__ __forceinline__ unsigned other_branches(const Task& task, int lane) const {
     static_assert(cuda::kMaxBranches <= kWarpThreads);
     const unsigned step = static_cast<unsigned>(kWarpThreads) * task.stride;
-    const cuda::DeviceBranch& mine = a.base.branches[min(lane, a.base.branch_count - 1)];
+    const cuda::DeviceBranch& mine = a.base.schedule.branches[min(lane, a.base.schedule.branch_count - 1)];
     const unsigned my_phase = mine.phase(task.head), my_advance = step % mine.segment;
     const unsigned my_turn = my_advance % mine.dilation, my_loss = static_cast<unsigned>(mine.segment) % mine.dilation;
-    unsigned left = __ballot_sync(
-        ~0u, lane < a.base.branch_count && lane != task.branch && mine.owns(task.head) && mine.active(task.length));
+    unsigned left = __ballot_sync(~0u, lane < a.base.schedule.branch_count && lane != task.branch &&
+                                           mine.owns(task.head) && mine.active(task.length));
     unsigned others = 0;
     for (; left != 0; left &= left - 1) {
       const int b = __ffs(left) - 1;
       const unsigned phase = __shfl_sync(~0u, my_phase, b), advance = __shfl_sync(~0u, my_advance, b);
       const unsigned turn = __shfl_sync(~0u, my_turn, b), loss = __shfl_sync(~0u, my_loss, b);
-      const unsigned segment = a.base.branches[b].segment, dilation = a.base.branches[b].dilation;
+      const unsigned segment = a.base.schedule.branches[b].segment, dilation = a.base.schedule.branches[b].dilation;
       unsigned place = (static_cast<unsigned>(task.position) + lane * static_cast<unsigned>(task.stride)) % segment;
       unsigned rest = place % dilation;
 #pragma unroll
@@ -199,8 +199,8 @@ struct Producer {
   /// Until the earlier branches of a task's rows are done, one of them for each thread.
   __device__ __forceinline__ void await_earlier(const Task& task, int lane) const {
     static_assert(cuda::kMaxWork <= kWarpThreads);
-    if (lane < a.base.work_count) {
-      const cuda::Work& work = a.base.work[lane];
+    if (lane < a.base.schedule.work_count) {
+      const cuda::Work& work = a.base.schedule.work[lane];
       if (work.branch >= 0 && work.branch < task.branch && work.range == task.range) {
         const unsigned expected = static_cast<unsigned>(work.segments * work.tiles);
         const unsigned* const counter = a.finished(work.branch, task.range, task.entry, task.head);
@@ -225,19 +225,20 @@ struct Producer {
       // One buffer: the consumers must be done with the task before.
       if (number > 0) wait(memory.task_free((number - 1) % kTaskSlots), (number - 1) / kTaskSlots & 1);
       fence_memory();  // other blocks wrote the state, consumers read the buffer; now the copy engine does both
-      std::int64_t packed = a.base.packed_row(task.entry, task.q_row + lane * task.stride, task.head);
+      std::int64_t packed = a.base.tensors.packed_row(task.entry, task.q_row + lane * task.stride, task.head);
 #pragma unroll 2
       for (int i = 0, row = lane; i < kEach; ++i, row += kWarpThreads, packed += kWarpThreads * task.stride) {
         float2 found = make_float2(-LONGSPAN_INFINITY, 0.0f);
         if (others >> 2 * i & 1) {
           if constexpr (S::kHoldsState)
-            load_bytes(memory.state(row), a.base.state + packed * a.base.columns, a.base.columns * 4, full);
-          found = __ldcg(reinterpret_cast<const float2*>(a.base.state_sums) + packed);
+            load_bytes(memory.state(row), a.base.scratch.state + packed * a.base.tensors.columns,
+                       a.base.tensors.columns * 4, full);
+          found = __ldcg(reinterpret_cast<const float2*>(a.base.scratch.state_sums) + packed);
         }
         shares.found[row] = found;
         shares.others[row] = others >> 2 * i & 3;
       }
-      if (lane == 0 && S::kHoldsState) arrive_and_expect(full, count * a.base.columns * 4);
+      if (lane == 0 && S::kHoldsState) arrive_and_expect(full, count * a.base.tensors.columns * 4);
       else arrive(full);
     }
   }
@@ -364,7 +365,7 @@ struct Producer {
       ListCursor<S> at(task);
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) {
-        const int first_key = at.first_key(), note = at.note(a.base.causal);
+        const int first_key = at.first_key(), note = at.note(a.base.rules.causal);
         wait(memory.key_free(k.stage), k.parity);
         notes[k.stage] = note;
         load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), task, first_key);
@@ -395,7 +396,7 @@ struct Producer {
       ListCursor<S> at(*next);
 #pragma unroll 1
       for (int tile = 0; tile < place.tiles; ++tile) {
-        const int first_key = at.first_key(), note = at.note(a.base.causal);
+        const int first_key = at.first_key(), note = at.note(a.base.rules.causal);
         at.advance();
         wait(memory.key_free(k.stage), k.parity);
         notes[k.stage] = note;
@@ -426,14 +427,14 @@ struct Producer {
 
   /// Zeros to the phases that no strand has, by boxes; few at a time, since loads share the copy engine.
   __device__ __forceinline__ void fill_boxes() const {
-    const int rows = a.base.tokens;
+    const int rows = a.base.tensors.tokens;
 #pragma unroll 1
-    for (int b = 0; b < a.base.branch_count; ++b) {
-      const cuda::DeviceBranch& branch = a.base.branches[b];
+    for (int b = 0; b < a.base.schedule.branch_count; ++b) {
+      const cuda::DeviceBranch& branch = a.base.schedule.branches[b];
       const unsigned others = branch.dilation - 1, per_row = branch.head_count * S::kBlocks;
       if (others == 0) continue;
       const unsigned boxes = ((rows + branch.dilation - 1) / branch.dilation + kGroupRows - 1) / kGroupRows;
-      const unsigned total = a.base.batch * boxes * others * per_row;
+      const unsigned total = a.base.tensors.batch * boxes * others * per_row;
 #pragma unroll 1
       for (unsigned i = blockIdx.x; i < total; i += gridDim.x) {
         const unsigned by_phase = i / per_row, by_box = by_phase / others, entry = by_box / boxes;
@@ -451,24 +452,25 @@ struct Producer {
   /// lse of the same rows.
   __device__ __forceinline__ void fill_lse(unsigned worker, unsigned workers, int lane) const {
     constexpr int kRun = 1024;
-    if (!a.base.lse) return;
+    if (!a.base.tensors.lse.data) return;
 #pragma unroll 1
-    for (int b = 0; b < a.base.branch_count; ++b) {
-      const cuda::DeviceBranch& branch = a.base.branches[b];
+    for (int b = 0; b < a.base.schedule.branch_count; ++b) {
+      const cuda::DeviceBranch& branch = a.base.schedule.branches[b];
       const int dilation = branch.dilation, step = kWarpThreads % dilation;
       if (dilation == 1) continue;
-      const unsigned runs = (a.base.tokens + kRun - 1) / kRun, total = runs * branch.head_count * a.base.batch;
+      const unsigned runs = (a.base.tensors.tokens + kRun - 1) / kRun,
+                     total = runs * branch.head_count * a.base.tensors.batch;
 #pragma unroll 1
       for (unsigned i = worker; i < total; i += workers) {
         const unsigned by_head = i / runs, entry = by_head / branch.head_count;
         const int head = branch.head_begin + static_cast<int>(by_head - entry * branch.head_count);
-        const int first = static_cast<int>(i - by_head * runs) * kRun, last = min(first + kRun, a.base.tokens);
+        const int first = static_cast<int>(i - by_head * runs) * kRun, last = min(first + kRun, a.base.tensors.tokens);
         const int phase = branch.phase(head);
-        float* const lse = a.base.lse + a.base.lse_offset(entry, 0, head);
+        float* const lse = &a.base.tensors.lse.at(entry, 0, head);
         int at = (first + lane) % dilation;
 #pragma unroll 1
         for (int row = first + lane; row < last; row += kWarpThreads) {
-          if (at != phase) lse[row * a.base.lse_row] = -LONGSPAN_INFINITY;
+          if (at != phase) lse[row * a.base.tensors.lse.row] = -LONGSPAN_INFINITY;
           at += step;
           if (at >= dilation) at -= dilation;
         }
@@ -480,7 +482,7 @@ struct Producer {
   __device__ __forceinline__ void fill_rows(unsigned worker, unsigned workers) const {
 #pragma unroll 1
     for (unsigned i = worker; i < a.fill_items; i += workers)
-      cuda::fill_uncovered<T>(a.base, a.base.decode(a.items + i), 0, 1);
+      cuda::fill_uncovered<T>(a.base, a.base.schedule.decode(a.items + i), 0, 1);
   }
 
   /// One warp of a stream's.

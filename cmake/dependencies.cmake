@@ -1,6 +1,5 @@
 # What the sources include, found on the machine or, if LONGSPAN_FETCH_DEPENDENCIES is on, downloaded at a fixed commit.
-# fmt is header-only and private and highway stays inside the shared library, so an installed longspan asks nothing of
-# those who use it.
+# Of fmt and Highway only headers are used, and only privately: neither an installed longspan nor a wheel asks for them.
 include(FetchContent)
 
 # longspan_dependency(package target apt-package repository commit [alias-of])
@@ -30,15 +29,16 @@ set(HWY_ENABLE_TESTS OFF)
 set(HWY_ENABLE_EXAMPLES OFF)
 set(HWY_ENABLE_CONTRIB OFF)
 set(HWY_ENABLE_INSTALL OFF)
-set(HWY_FORCE_STATIC_LIBS ON)
 set(CMAKE_POLICY_DEFAULT_CMP0077 NEW)
 set(CMAKE_POLICY_DEFAULT_CMP0126 NEW)
 
 longspan_dependency(fmt fmt::fmt-header-only libfmt-dev fmtlib/fmt e69e5f977d458f2650bb346dadf2ad30c5320281)
 longspan_dependency(hwy hwy::hwy libhwy-dev google/highway 457c891775a7397bdb0376bb1031e6e027af1c48 hwy)
-if(longspan_fetched_hwy)
-  set_target_properties(hwy PROPERTIES POSITION_INDEPENDENT_CODE ON)
-endif()
+# Not hwy::hwy itself, which would link Highway's library. Its debug assertions would call that library, too.
+add_library(longspan_highway INTERFACE)
+target_include_directories(longspan_highway SYSTEM
+                           INTERFACE $<TARGET_PROPERTY:hwy::hwy,INTERFACE_INCLUDE_DIRECTORIES>)
+target_compile_definitions(longspan_highway INTERFACE HWY_IS_DEBUG_BUILD=0)
 if(LONGSPAN_BUILD_CLI)
   longspan_dependency(CLI11 CLI11::CLI11 libcli11-dev CLIUtils/CLI11 6c7b07a878ad834957b98d0f9ce1dbe0cb204fc9)
   longspan_dependency(nlohmann_json nlohmann_json::nlohmann_json nlohmann-json3-dev nlohmann/json

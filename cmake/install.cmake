@@ -4,12 +4,6 @@ if(NOT LONGSPAN_INSTALL)
 endif()
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
-if(longspan_fetched_hwy AND NOT BUILD_SHARED_LIBS)
-  message(WARNING "no install rules: a static longspan would need the downloaded highway installed beside it; "
-                  "install libhwy-dev or build with BUILD_SHARED_LIBS=ON")
-  return()
-endif()
-
 install(
   TARGETS longspan_library
   EXPORT longspanTargets
@@ -36,7 +30,7 @@ if(BUILD_SHARED_LIBS)
   set(pc_rpath " -Wl,-rpath,\${libdir}") # programs run where they are, without LD_LIBRARY_PATH
 else()
   set(pc_cflags " -DLONGSPAN_STATIC")
-  set(pc_libraries " -lhwy -pthread")
+  set(pc_libraries " -pthread")
   if(LONGSPAN_WITH_MPI)
     list(JOIN MPI_CXX_LIBRARIES " " pc_mpi)
     string(APPEND pc_libraries " ${pc_mpi}")

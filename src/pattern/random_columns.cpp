@@ -1,5 +1,8 @@
 // A row of N blocks takes N Philox words, so they are computed a vector at a time: this is what planning random masks
 // costs.
+#if !defined(__x86_64__)
+#define HWY_COMPILE_ONLY_STATIC
+#endif
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "pattern/random_columns.cpp"
 #include "hwy/foreach_target.h"
@@ -139,11 +142,29 @@ std::size_t words_up_to(std::uint64_t seed, std::uint32_t row, std::uint32_t hea
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-namespace longspan {
-HWY_EXPORT(multiply_columns);
-HWY_EXPORT(words_up_to);
+#if HWY_ARCH_X86
+#include "util/x86.h"
+#endif
 
+namespace longspan {
 namespace {
+
+// HWY_DYNAMIC_DISPATCH would be the only use of Highway's compiled library: without it the headers are enough.
+#if HWY_ARCH_X86
+template <class F>
+F* fastest_here(F* fallback, F* sse4, F* avx2, F* avx512) {
+  if (avx512 && has_avx512()) return avx512;
+  if (avx2 && has_avx2()) return avx2;
+  return sse4 && has_sse4() ? sse4 : fallback;
+}
+#define LONGSPAN_FASTEST(f)                                                                                       \
+  fastest_here<decltype(HWY_STATIC_DISPATCH(f))>(&HWY_STATIC_DISPATCH(f), HWY_CHOOSE_SSE4(f), HWY_CHOOSE_AVX2(f), \
+                                                 HWY_CHOOSE_AVX3(f))
+#else
+#define LONGSPAN_FASTEST(f) &HWY_STATIC_DISPATCH(f)
+#endif
+const auto multiply_columns_here = LONGSPAN_FASTEST(multiply_columns);
+const auto words_up_to_here = LONGSPAN_FASTEST(words_up_to);
 
 /// A key that `rank` + 1 of the keys do not exceed, whose upper halves are spread evenly up to `limit`: counted in
 /// buckets, since comparisons of random numbers cannot be predicted.
@@ -179,9 +200,8 @@ void ColumnDrawer::draw(std::uint64_t seed, std::int64_t row, std::int64_t head,
       seed_ = seed, head_ = head;
       // A causal row asks for one column more than the one before.
       products_.resize(std::bit_ceil(static_cast<std::size_t>(columns)) + kMostLanes);
-      HWY_DYNAMIC_DISPATCH(multiply_columns)
-      (seed, static_cast<std::uint32_t>(head), static_cast<std::int64_t>(products_.size() - kMostLanes),
-       products_.data());
+      multiply_columns_here(seed, static_cast<std::uint32_t>(head),
+                            static_cast<std::int64_t>(products_.size() - kMostLanes), products_.data());
       found_.resize(products_.size());
     }
     // A few more than needed are below this limit: one row in two hundred has to raise it.
@@ -190,8 +210,8 @@ void ColumnDrawer::draw(std::uint64_t seed, std::int64_t row, std::int64_t head,
     std::uint32_t limit = 0;
     for (;; wanted *= 2) {
       limit = static_cast<std::uint32_t>(std::min(wanted / static_cast<double>(columns), 1.0) * 4294967295.0);
-      hits = HWY_DYNAMIC_DISPATCH(words_up_to)(seed, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(head),
-                                               columns, products_.data(), limit, found_.data());
+      hits = words_up_to_here(seed, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(head), columns,
+                              products_.data(), limit, found_.data());
       const auto end = found_.begin() + static_cast<std::ptrdiff_t>(hits);
       const auto diagonal =
           std::partition_point(found_.begin(), end, [&](std::uint64_t key) { return column_of(key) < row; });

@@ -1,24 +1,19 @@
 // What this x86 machine has, and the kernels that use it, fastest first.
-#include <cpuid.h>
-
 #include <array>
 
 #include "kernels/cpu/amx.h"
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/kernel_of.h"
+#include "util/x86.h"
 
 namespace longspan::cpu {
 
-const char* missing_sse4() { return __builtin_cpu_supports("sse4.2") ? nullptr : "SSE4.2"; }
-const char* missing_avx2() {
-  const bool there = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  return there ? nullptr : "AVX2 and FMA";
-}
+const char* missing_sse4() { return has_sse4() ? nullptr : "SSE4.2"; }
+const char* missing_avx2() { return has_avx2() ? nullptr : "AVX2, FMA and F16C"; }
 const char* missing_avx512() {
-  const bool there = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
-  return there ? missing_avx2() : "AVX-512 F, VL, DQ and BW";
+  if (has_avx512()) return nullptr;
+  return has_avx2() ? "AVX-512 F, VL, DQ and BW" : missing_avx2();
 }
 const char* missing_avx512_bf16() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;

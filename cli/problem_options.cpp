@@ -243,6 +243,8 @@ ProblemChoice ProblemOptions::resolve() const {
   if (!(choice.options.dropout >= 0 && choice.options.dropout < 1)) {
     refuse("dropout", dropout_, "give a probability in [0, 1), such as 0.1");
   }
+  if (choice.options.dropout > 0 && choice.options.dropout < kLeastDropout)
+    note("dropout is {}: probabilities below 1/65536 drop nothing", dropout_);
   if (given("scale")) {
     choice.options.scale = parse_number<double>("scale", scale_, "give a finite number such as 0.125");
   }

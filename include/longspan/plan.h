@@ -22,7 +22,7 @@ struct Options {
   bool causal = false;
   std::optional<double> scale{};         ///< factor on scores; default 1 / sqrt(head_dim)
   std::optional<double> output_scale{};  ///< factor on the output; default the pattern's own
-  double dropout = 0.0;                  ///< probability of dropping a pair, in [0, 1)
+  double dropout = 0.0;                  ///< probability of dropping a pair, in [0, 1), rounded down to 1/65536
   bool deterministic = false;            ///< same gradient bits on every run (the CPU always is)
   bool detached_mix = false;             ///< gradients hold the weights between branches constant, as torchscale does
   bool allow_tf32 = false;               ///< GPU, float32: TF32 tensor cores may be used

@@ -112,6 +112,11 @@ void bind_options(nb::module_& module) {
           "__init__",
           [](Options* self, bool causal, std::optional<double> scale, std::optional<double> output_scale,
              double dropout, bool deterministic, bool detached_mix, bool allow_tf32, std::string kernel) {
+            if (dropout > 0 && dropout < kLeastDropout) {
+              const std::string text = fmt::format(
+                  "dropout is {}: probabilities below 1/65536 drop nothing; give 0 or more than that", dropout);
+              nb::module_::import_("longspan._errors").attr("warn_once")(text, text);
+            }
             new (self) Options{causal,        scale,        output_scale, dropout,
                                deterministic, detached_mix, allow_tf32,   std::move(kernel)};
           },

@@ -359,6 +359,27 @@ def test_swapped_lists_warn_once_at_the_callers_line(name):
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
+TINY_DROPOUT = {
+    "numpy": lambda: longspan.attention(Q, Q, Q, dropout=1e-5, seed=1),
+    "options": lambda: longspan.Options(dropout=1e-5),
+    "module": lambda: lt.DilatedAttention([4], [1], attention_dropout=1e-5)(*[torch.zeros(1, 8, 2, 4)] * 3),
+}
+
+
+@pytest.mark.parametrize("name", TINY_DROPOUT)
+def test_dropout_too_small_to_drop_anything_warns(name):
+    longspan._errors._warned.clear()
+    longspan._patterns.cached.cache_clear()
+    with pytest.warns(longspan.LongspanWarning, match="dropout is 1e-05.*drop nothing") as caught:
+        TINY_DROPOUT[name]()
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_dropout_that_drops_does_not_warn():
+    longspan._errors._warned.clear()
+    longspan.Options(dropout=2**-16)
+
+
 def test_sensible_lists_do_not_warn():
     longspan._errors._warned.clear()
     longspan.dilated([32, 64], [32, 1])

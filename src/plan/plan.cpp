@@ -121,6 +121,13 @@ Plan::Plan(Pattern pattern, Options options, Problem problem)
       branch.heads_per_phase = ceil_divide(heads, source.dilation);
     branch.skip_if_longer = pattern_.long_segments() == LongSegments::skip && source.segment != kWholeSequence;
     branch.pad_keys = pattern_.pad_keys();
+    if (const std::int64_t rows = branch.longest_strand(problem_.tokens);
+        options_.dropout > 0 && rows > kMostDropoutRows) {
+      throw InvalidArgument(
+          "dropout", fmt::format("dropout is {}, but branch {} has strands of {} rows: dropout takes at most {}; "
+                                 "use shorter segments or no dropout",
+                                 options_.dropout, i, rows, kMostDropoutRows));
+    }
     branches_.push_back(std::move(branch));
     if (source.mask) make_mask(static_cast<std::size_t>(i), *source.mask);
   }

@@ -40,6 +40,7 @@ expect 2 "head 9" "$longspan" show --head 9
 expect 2 "cells is 0" "$longspan" show --cells 0
 expect 2 "no block mask" "$longspan" show --pattern dense --mask-out x.npy
 expect 2 "dropout is '-0.1'" "$longspan" plan --dropout -0.1
+expect 0 "dropout is 1e-5: probabilities below 1/65536 drop nothing" "$longspan" plan --dropout 1e-5
 expect 2 "dropout is 'nan'" "$longspan" plan --dropout nan
 expect 2 "scale" "$longspan" plan --scale inf
 expect 2 "scale" "$longspan" plan --scale nan

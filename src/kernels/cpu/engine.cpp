@@ -37,11 +37,11 @@ CallShared::CallShared(const Plan& the_plan, const Call& the_call, std::span<con
       keys(k, v, call.pieces),
       dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed),
       causal(plan.options().causal),
-      extras(plan.options().dropout > 0 || call.key_mask.given() || call.alibi_slopes.given()),
+      extras(dropout.drops() || call.key_mask.given() || call.alibi_slopes.given()),
       non_temporal(plan.problem().dtype == DType::f32 &&
                    q.sizes[0] * q.sizes[1] * q.sizes[2] * q.sizes[3] > kCachedFloats),
       scale(static_cast<float>(plan.scale())),
-      keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
+      keep_factor(static_cast<float>(dropout.keep_factor())),
       output_scale(static_cast<float>(plan.output_scale())) {}
 
 }  // namespace longspan::cpu

@@ -50,7 +50,7 @@ struct CallShared {
   bool extras;        // ALiBi, dropout or key_mask: the inner loops with those policies run
   bool non_temporal;  // results are float32 and larger than a cache: non-temporal stores write them
   float scale;        // on scores
-  float keep_factor;  // 1 / (1 - dropout)
+  float keep_factor;  // of dropout
   float output_scale;
 
   CallShared(const Plan& plan, const Call& call, std::span<const RowRange> ranges, const ConstTensorView& q,

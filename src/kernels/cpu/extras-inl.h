@@ -131,14 +131,14 @@ struct NoExtras {
   void fill(std::int64_t, std::int64_t, std::int64_t, std::int64_t, float*, float*) const {}
 };
 
-/// DropoutRule::words for one query row, a block of four keys in each lane.
+/// DropoutRule for one query row: each lane decides the eight keys of one counter.
 class PhiloxLanes {
  public:
-  static constexpr std::int64_t kKeys = 4 * kLanes;
+  static constexpr std::int64_t kKeys = 8 * kLanes;
 
   PhiloxLanes(const DropoutRule& rule, std::int64_t position, std::int64_t branch_head, std::int64_t entry)
       : threshold_(rule.threshold) {
-    // The first of the ten rounds: of the counter only the second word differs between lanes.
+    // The first round: of the counter only the second word differs between lanes.
     const std::uint64_t key = rule.seed ^ (static_cast<std::uint64_t>(position) >> 32 << 32);
     const std::uint64_t product0 = std::uint64_t{kPhiloxFactor0} * static_cast<std::uint32_t>(position);
     const std::uint64_t product1 = std::uint64_t{kPhiloxFactor1} * static_cast<std::uint32_t>(branch_head);
@@ -150,12 +150,12 @@ class PhiloxLanes {
     word3_ = static_cast<std::uint32_t>(product0);
   }
 
-  /// All ones for the keys that are kept of kKeys keys from 4 * group on, else 0.
-  HWY_INLINE void keep(std::int64_t group, std::uint32_t* words) const {
-    Words word0 = hn::Xor(hn::Iota(kTag, static_cast<std::uint32_t>(group)), hn::Set(kTag, flip_));
+  /// All ones for the keys that are kept of kKeys keys from `key` on, a multiple of 32, else 0.
+  HWY_INLINE void keep(std::int64_t key, std::uint32_t* kept) const {
+    Words word0 = hn::Xor(hn::Iota(kTag, static_cast<std::uint32_t>(key / 8)), hn::Set(kTag, flip_));
     Words word1 = hn::Set(kTag, word1_), word2 = hn::Set(kTag, word2_), word3 = hn::Set(kTag, word3_);
     std::uint32_t key0 = key0_, key1 = key1_;
-    for (int round = 1; round < kPhiloxRounds; ++round) {
+    for (int round = 1; round < kDropoutRounds; ++round) {
       key0 += kPhiloxStep0;
       key1 += kPhiloxStep1;
       Words high0, low0, high1, low1;
@@ -166,9 +166,15 @@ class PhiloxLanes {
       word2 = hn::Xor(hn::Xor(high0, word3), hn::Set(kTag, key1));
       word3 = low0;
     }
-    const Words threshold = hn::Set(kTag, threshold_);
-    const auto kept = [&](Words word) HWY_ATTR { return hn::Not(hn::VecFromMask(kTag, hn::Lt(word, threshold))); };
-    hn::StoreInterleaved4(kept(word0), kept(word1), kept(word2), kept(word3), kTag, words);
+    HWY_ALIGN std::uint32_t words[4][kLanes];
+    hn::StoreU(word0, kTag, words[0]);
+    hn::StoreU(word1, kTag, words[1]);
+    hn::StoreU(word2, kTag, words[2]);
+    hn::StoreU(word3, kTag, words[3]);
+    for (int i = 0; i < kKeys; ++i) {
+      const std::uint32_t half = words[i % 32 / 8][i / 32 * 4 + i / 2 % 4] >> i % 2 * 16 & 0xFFFF;
+      kept[i] = half >= threshold_ ? ~0u : 0u;
+    }
   }
 
  private:
@@ -195,7 +201,7 @@ class Extras {
       : shared_(shared),
         task_(task),
         biased_(shared.call.alibi_slopes.given() || shared.call.key_mask.given()),
-        drops_(shared.plan.options().dropout > 0) {}
+        drops_(shared.dropout.drops()) {}
 
   bool biased() const { return biased_; }
   bool drops() const { return drops_; }
@@ -257,13 +263,14 @@ class Extras {
     const PhiloxLanes lanes(shared_.dropout, task_.strand.start + row * task_.strand.stride,
                             task_.branch * shared_.plan.problem().heads + head, task_.entry);
     constexpr std::int64_t kStep = PhiloxLanes::kKeys;
-    for (std::int64_t i = 0; i < count; i += kStep) {
-      if (count - i >= kStep) {
-        lanes.keep((key + i) / 4, words + i);
+    for (std::int64_t i = -(key % 32); i < count; i += kStep) {
+      const std::int64_t begin = std::max<std::int64_t>(i, 0), end = std::min(i + kStep, count);
+      if (end - begin == kStep) {
+        lanes.keep(key + i, words + i);
       } else {
-        std::uint32_t last[kStep];
-        lanes.keep((key + i) / 4, last);
-        std::memcpy(words + i, last, static_cast<std::size_t>(count - i) * sizeof(std::uint32_t));
+        std::uint32_t some[kStep];
+        lanes.keep(key + i, some);
+        std::memcpy(words + begin, some + (begin - i), static_cast<std::size_t>(end - begin) * sizeof(std::uint32_t));
       }
     }
   }

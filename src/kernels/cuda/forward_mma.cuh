@@ -342,10 +342,9 @@ __device__ __forceinline__ void forward_tile(const Launch& a, const Item& item) 
           for (int half = 0; half < 2; ++half) {
 #pragma unroll 1
             for (int n = 0; n < kKeys / 8; ++n) {
-              const PhiloxBlock words =
-                  rules.words(first_query + thread_row + 16 * m + 8 * half, keys.row(first + n * 8) + (lane % 4) * 2);
-              const float factors[2] = {rules.factor(lane & 1 ? words[2] : words[0]),
-                                        rules.factor(lane & 1 ? words[3] : words[1])};
+              const std::uint32_t word =
+                  rules.word(first_query + thread_row + 16 * m + 8 * half, keys.row(first + n * 8) + (lane % 4) * 2);
+              const float factors[2] = {rules.factor(word & 0xFFFF), rules.factor(word >> 16)};
 #pragma unroll
               for (int each = 0; each < kKeys / 8; ++each) {  // a register array needs constant indices
                 if (each != n) continue;

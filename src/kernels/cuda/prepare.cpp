@@ -13,6 +13,7 @@
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/mask_lists.h"
 #include "plan/branch.h"
+#include "util/philox.h"
 
 namespace longspan::cuda {
 namespace {
@@ -101,12 +102,12 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
     launch.rules.alibi = static_cast<const float*>(call.alibi_slopes.data);
     launch.rules.alibi_head = call.alibi_slopes.strides[2];
   }
-  const double dropout = plan.options().dropout;
-  launch.rules.dropout = dropout > 0;
-  launch.rules.seed = call.dropout_seed;
+  const DropoutRule dropout(plan.options().dropout, call.dropout_seed);
+  launch.rules.dropout = dropout.drops();
+  launch.rules.seed = dropout.seed;
   launch.rules.seed_pointer = launch.rules.dropout ? call.dropout_seed_pointer : nullptr;
-  launch.rules.drop_threshold = static_cast<std::uint32_t>(dropout * 4294967296.0);
-  launch.rules.keep_factor = static_cast<float>(1.0 / (1.0 - dropout));
+  launch.rules.drop_threshold = dropout.threshold;
+  launch.rules.keep_factor = static_cast<float>(dropout.keep_factor());
   launch.tensors.query_rows = problem.query_rows;
   launch.rules.scale = static_cast<float>(plan.scale());
   launch.rules.output_scale = static_cast<float>(plan.output_scale());

@@ -160,18 +160,17 @@ struct PairRules {
     return a.rules.alibi ? slope * static_cast<float>(abs(query - key) * static_cast<std::int64_t>(strand.stride))
                          : 0.0f;
   }
-  __device__ __forceinline__ PhiloxBlock words(int query, int key) const {
-    return dropout.words(strand.start + query * strand.stride, key / 4, item.branch * a.tensors.heads + item.head,
-                         item.entry);
+  /// DropoutRule::word; the lower half is of an even key.
+  __device__ __forceinline__ std::uint32_t word(int query, int key) const {
+    return dropout.word(strand.start + query * strand.stride, key, item.branch * a.tensors.heads + item.head,
+                        item.entry);
   }
-  __device__ __forceinline__ float factor(std::uint32_t word) const {
-    return word >= dropout.threshold ? a.rules.keep_factor : 0.0f;
+  __device__ __forceinline__ float factor(std::uint32_t half) const {
+    return half >= dropout.threshold ? a.rules.keep_factor : 0.0f;
   }
   __device__ __forceinline__ float factor(int query, int key) const {
     if (!a.rules.dropout) return 1.0f;
-    const PhiloxBlock block = words(query, key);
-    const std::uint32_t low = key & 1 ? block[1] : block[0], high = key & 1 ? block[3] : block[2];
-    return factor(key & 2 ? high : low);
+    return factor(word(query, key) >> key % 2 * 16 & 0xFFFF);
   }
 };
 

@@ -117,7 +117,6 @@ class Rows {
         keys(a.k, a.v, call.pieces),
         columns(plan.problem().head_dim),
         scale(static_cast<float>(plan.scale())),
-        keep_factor(static_cast<float>(1.0 / (1.0 - plan.options().dropout))),
         dropout(plan.options().dropout, call.dropout_seed_pointer ? *call.dropout_seed_pointer : call.dropout_seed) {}
 
   std::int64_t kv_head(std::int64_t head) const { return head / (plan.problem().heads / plan.problem().kv_heads); }
@@ -151,12 +150,12 @@ class Rows {
     return *call.alibi_slopes.at<float>(0, 0, head) * static_cast<float>(std::abs(position - key));
   }
 
-  /// 1 without dropout, else 0 or 1 / (1 - p).
+  /// 1 without dropout, else 0 or 1 / (1 - P / 65536).
   float factor(const RowInBranch& row, std::int64_t entry, std::int64_t head, std::int64_t position,
                std::int64_t key_index) const {
-    if (plan.options().dropout == 0) return 1;
+    if (!dropout.drops()) return 1;
     const std::int64_t branch_head = row.branch_index * plan.problem().heads + head;
-    return dropout.keeps(position, key_index, branch_head, entry) ? keep_factor : 0.0f;
+    return dropout.keeps(position, key_index, branch_head, entry) ? static_cast<float>(dropout.keep_factor()) : 0.0f;
   }
 
   /// Calls body(key_index, key_row, value_row) for each key of rows [begin, end) that the query attends to.
@@ -181,7 +180,6 @@ class Rows {
   const KeyRows keys;
   const std::int64_t columns;
   const float scale;
-  const float keep_factor;
   const DropoutRule dropout;
 };
 

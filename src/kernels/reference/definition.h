@@ -174,11 +174,10 @@ class Definition {
     return value;
   }
 
-  /// Sections 5.4 and 6, M: 1 without dropout, else 0 or 1 / (1 - p).
+  /// Sections 5.4 and 6, M: 1 without dropout, else 0 or 1 / (1 - P / 65536).
   double dropout_factor(std::int64_t entry, std::int64_t head, std::int64_t position, const Pair& pair) const {
-    const double p = plan.options().dropout;
-    if (p == 0) return 1;
-    return dropout.keeps(position, pair.index, pair.branch * heads() + head, entry) ? 1 / (1 - p) : 0;
+    if (!dropout.drops()) return 1;
+    return dropout.keeps(position, pair.index, pair.branch * heads() + head, entry) ? dropout.keep_factor() : 0;
   }
 
   const Plan& plan;

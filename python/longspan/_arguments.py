@@ -114,6 +114,8 @@ _ELSEWHERE = {
     "return_softmax_lse": "return_lse=",
     "return_attn_probs": "return_lse=, or longspan.attention_blocks for the probabilities",
     "window_size": "a pattern: longspan.local_window(...)",
+    **dict.fromkeys(("out", "lse"), "it to longspan.attention, which fills tensors and records no gradients"),
+    **dict.fromkeys(("dq", "dk", "dv"), "it to longspan.attention_backward, which fills tensors"),
     "segment_lengths": "a pattern: longspan.dilated(segments, dilations)",
     "dilation_rates": "a pattern: longspan.dilated(segments, dilations)",
 }

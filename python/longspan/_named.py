@@ -25,6 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Classes whose objects never change: compiled graphs may hold them.
 _VALUES = ("BlockMask", "BlockPattern", "Pattern", "Options", "Plan")
+_OPERATORS = ("__str__", "__eq__", "__or__", "__and__", "__sub__")
 _NOT_TAKEN = "incompatible function arguments"
 
 
@@ -175,10 +176,7 @@ def named(owner: str, name: str, function: Callable[..., Any], skipped: int) -> 
             raise refusal(owner, name, args[skipped:], kwargs) from None
 
     call.__module__, call.__qualname__ = _longspan.__name__, f"{owner}.{name}".lstrip(".")
-    if owner in _VALUES and not skipped:
-        return constant(call)
-    call._dynamo_marked_constant = owner in _VALUES  # type: ignore[attr-defined]
-    return call
+    return constant(call) if owner in _VALUES else call
 
 
 def _compiling() -> bool:
@@ -186,28 +184,28 @@ def _compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
-def _portable(value: Any) -> Any:
-    """A value of ours as torch.compile may hand it to a constant function: patterns as (class, text)."""
-    for kind in (_longspan.Pattern, _longspan.BlockPattern):
-        if isinstance(value, kind):
-            return kind, str(value)
-    return value
+class _Results:
+    """What constant functions returned while a graph was traced: attributes, so that the compiler knows where they are."""
+
+
+_results = _Results()
 
 
 def constant(function: Function) -> Function:
     """Makes the function's result a constant of graphs that torch.compile traces, as
-    torch.compiler.assume_constant_result does; but without importing torch, and for patterns made in the graph, too."""
+    torch.compiler.assume_constant_result does; but without importing torch, and for functions of what others returned."""
 
-    def evaluated(*args: Any, **kwargs: Any) -> Any:
-        restored = [x[0].parse(x[1]) if isinstance(x, tuple) and isinstance(x[0], type) else x for x in args]
-        return function(*restored, **kwargs)
+    def evaluated(*args: Any, **kwargs: Any) -> str:
+        name = f"result_{len(vars(_results))}"
+        setattr(_results, name, function(*args, **kwargs))
+        return name
 
     evaluated._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _compiling():
-            return evaluated(*map(_portable, args), **kwargs)
+            return getattr(_results, evaluated(*args, **kwargs))
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -219,7 +217,10 @@ def name_arguments() -> None:
         if isinstance(member, type):
             for attribute, method in [] if name == "TorchCalls" else list(vars(member).items()):
                 kind = type(method).__name__
-                public = not attribute.startswith("_") or (name in _VALUES and attribute == "__str__")
+                public = not attribute.startswith("_") or (name in _VALUES and attribute in _OPERATORS)
+                if public and kind == "property" and name in _VALUES:
+                    getter = constant(lambda self, get=method.fget: get(self))
+                    setattr(member, attribute, property(getter, doc=method.__doc__))
                 if not public or kind not in ("nb_func", "nb_method"):
                     continue
                 wrapper = named(name, attribute, method, 1 if kind == "nb_method" else 0)

@@ -195,6 +195,7 @@ _FORWARD = frozenset(inspect.signature(_make_forward(False)).parameters)
 _NEVER = ("longspan", "torch")  # packages whose own modules the new forward is made of
 _BASE, _BASE_ARGUMENTS = "MultiheadAttention", {"args", "embed_dim", "num_heads"}
 
+_INIT = nn.Module.__init__
 _replaced: dict[type[nn.Module], Any] = {}  # class -> its own forward
 
 
@@ -246,13 +247,22 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _watch(detached_mix: bool) -> None:
-    """Looks at every class of modules that is made from now on: so imports are seen, whatever they are called."""
+    """Looks at every class of modules that is made from now on, so imports are seen, whatever they are called; and at
+    classes of new instances, since a base may keep its subclasses to itself."""
 
     def __init_subclass__(cls: type[nn.Module], **keywords: Any) -> None:
         super(nn.Module, cls).__init_subclass__(**keywords)
         _consider(cls, detached_mix)
 
+    @functools.wraps(_INIT)
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for cls in type(self).__mro__:
+            if cls.__name__ == _CLASS_NAME and cls not in _replaced:
+                _consider(cls, detached_mix)
+        _INIT(self, *args, **kwargs)
+
     nn.Module.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+    nn.Module.__init__ = __init__  # type: ignore[method-assign]
 
 
 def _by_hand(target: Any) -> type[nn.Module]:
@@ -291,6 +301,7 @@ def installed() -> list[type[nn.Module]]:
 
 def uninstall() -> None:
     """Restores every class as it was. Does nothing if install() was not called."""
+    nn.Module.__init__ = _INIT  # type: ignore[method-assign]
     if "__init_subclass__" in nn.Module.__dict__:
         del nn.Module.__init_subclass__
     while _replaced:

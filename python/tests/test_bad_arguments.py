@@ -257,6 +257,16 @@ def test_arguments_of_other_packages_are_answered_with_ours(name):
         lt.attention(x, x, x, **{name: None})
 
 
+def test_tensors_to_fill_are_taken_by_the_functions_of_the_package_alone():
+    x, lse = torch.from_numpy(Q), torch.from_numpy(LSE)
+    for name in ("out", "lse"):
+        with pytest.raises(TypeError, match=f"no argument '{name}': give it to longspan.attention, "):
+            lt.attention(x, x, x, **{name: x})
+    for name in ("dq", "dk", "dv"):
+        with pytest.raises(TypeError, match=f"no argument '{name}': give it to longspan.attention_backward, "):
+            lt.attention_backward(x, x, x, x, lse, x, **{name: x})
+
+
 @pytest.mark.parametrize(
     "name", ["DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention", "BlockSparseHierarchical"]
 )

@@ -33,6 +33,8 @@ MAKERS = {
     "block_pattern": lambda: longspan.strided(32, block_size=16),
     "union": lambda: longspan.Pattern.parse("block=16 global_local(16,32)+random(0.5,3)"),
     "bigbird": lambda: longspan.bigbird(block_size=16),
+    "united": lambda: longspan.local_window(32, block_size=16) | longspan.strided(32, block_size=16),
+    "masked": lambda: longspan.dilated([32], [1]).with_mask(0, longspan.strided(16, 16) | longspan.local_window(0, 16)),
 }
 
 
@@ -47,6 +49,39 @@ def test_patterns_are_made_inside_compiled_functions(maker):
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*qkv), step(*qkv), rtol=0, atol=0)
+
+
+USES = {
+    "format": lambda pattern: "{}".format(pattern),
+    "format to a width": lambda pattern: f"{str(pattern):>40} {pattern!s}",
+    "branches": lambda pattern: len(pattern.branches) + pattern.branches[1][0],
+    "properties": lambda pattern: [pattern.output_scale, pattern.assignment, pattern.pad_keys],
+    "equal": lambda pattern: [pattern == PATTERN, pattern == longspan.dense(), pattern != PATTERN],
+    "block size": lambda pattern: (longspan.strided(32, 16) | longspan.local_window(32, 16)).block_size,
+}
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+@pytest.mark.parametrize("use", USES)
+def test_patterns_are_looked_at_inside_compiled_functions(use, made):
+    torch._dynamo.reset()
+    look, outside = USES[use], longspan.dilated([8, 12], [1, 2])
+
+    def step(x):
+        return x + 1, look(longspan.dilated([8, 12], [1, 2]) if made == "inside" else outside)
+
+    x = torch.zeros(3)
+    out, seen = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(out, x + 1) and seen == look(outside)
+
+
+def test_another_pattern_compiles_anew():
+    def step(x, pattern):
+        return x + len(pattern.branches)
+
+    compiled, x = torch.compile(step, fullgraph=True, backend="aot_eager"), torch.zeros(3)
+    for pattern in (PATTERN, longspan.dense(), longspan.dilated([8, 12], [1, 2]), longspan.dilated([4, 8, 12], [1, 2, 3])):
+        assert torch.equal(compiled(x, pattern), step(x, pattern))
 
 
 @pytest.mark.parametrize("made", [PATTERN, longspan.strided(32, block_size=16)], ids=str)

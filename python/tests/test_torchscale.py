@@ -236,6 +236,31 @@ def test_copies_under_any_module_name_are_replaced_several_at_once(tmp_path, fir
         del sys.modules[name]
 
 
+HIDING = {
+    "the base": "class MultiheadAttention(nn.Module):\n    def __init_subclass__(cls): ...",
+    "a class beside it": "class Hiding:\n    def __init_subclass__(cls): ...\nclass MultiheadAttention(Hiding, nn.Module):",
+}
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("first", ["install", "define"])
+def test_a_copy_is_found_though_a_base_hides_its_subclasses(hiding, first):
+    source = torchscale_stub.SOURCE.replace("class MultiheadAttention(nn.Module):", HIDING[hiding])
+    assert source != torchscale_stub.SOURCE
+    names = {"__name__": f"hidden.{first}"}
+    if first == "install":
+        longspan.torchscale.install()
+    exec(source, names)
+    if first == "define":
+        longspan.torchscale.install()
+    args = SimpleNamespace(segment_length=SEGMENTS, dilated_ratio=DILATIONS, seq_parallel=False)
+    module, x = type("Mine", (names["DilatedAttention"],), {})(args, 24, 4).double(), tokens()
+    assert names["DilatedAttention"] in longspan.torchscale.installed()
+    torch.testing.assert_close(module(x, x, x)[0], formula(module, x))
+    longspan.torchscale.uninstall()
+    assert module(x, x, x)[0] == "original" and torch.nn.Module.__init__.__module__ == "torch.nn.modules.module"
+
+
 def test_install_says_what_it_replaced_and_nothing_stays_behind(stub):
     hook = torch.nn.Module.__init_subclass__
     module = make()

@@ -49,6 +49,9 @@ library.define(
     f"Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
 
+for _class in (Pattern, BlockPattern):  # values to the compiler, which formats and compares them while it traces
+    getattr(torch.utils._pytree, "register_constant", lambda kind: None)(_class)
+
 _forward_op = torch.ops.longspan.attention.default
 _backward_op = torch.ops.longspan.attention_backward.default
 

@@ -203,6 +203,11 @@ def read_newest(file: Path, arguments: argparse.Namespace, place: Place) -> tupl
     """What to go on with: the newest checkpoint that is whole, step 0 if there has been none. The first process chooses."""
     chosen: list[Path | str | None] = [None]
     step, tensors = 0, {}
+    for one in (file, before(file)):
+        if one.is_dir():
+            raise SystemExit(f"{one} is a folder, where a checkpoint is to be written: move it away, or use another --out")
+    if file.parent.exists() and not file.parent.is_dir():
+        raise SystemExit(f"--out {file.parent} is a file: give a folder for checkpoints")
     if place.rank == 0:
         wrong = {}
         for one in (file, before(file)):
@@ -276,6 +281,8 @@ def parse() -> argparse.Namespace:
 
 
 def train(arguments: argparse.Namespace, place: Place) -> LongNetLM:
+    if not arguments.data.is_file():
+        raise SystemExit(f"--data {arguments.data} is {'a folder' if arguments.data.is_dir() else 'not there'}: give a file")
     data = np.memmap(arguments.data, np.uint8, mode="r")
     if len(data) <= arguments.context:
         raise SystemExit(f"--data has {len(data)} bytes: more than --context {arguments.context} are needed")

@@ -183,6 +183,24 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(example, argum
     assert capsys.readouterr().out == ""
 
 
+def test_folders_in_the_place_of_files_are_named(example, arguments, tmp_path):
+    arguments.data, arguments.context, place = tmp_path, 64, example.Place()
+    with pytest.raises(SystemExit, match=f"--data {tmp_path} is a folder: give a file"):
+        example.train(arguments, place)
+    arguments.data = tmp_path / "missing"
+    with pytest.raises(SystemExit, match="is not there: give a file"):
+        example.train(arguments, place)
+    for name in ("checkpoint.safetensors", "checkpoint.before.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        with pytest.raises(SystemExit, match=f"{folder} is a folder, .*another --out"):
+            example.read_newest(tmp_path / "checkpoint.safetensors", arguments, place)
+        folder.rmdir()
+    (tmp_path / "out").write_text("")
+    with pytest.raises(SystemExit, match="out is a file: give a folder"):
+        example.read_newest(tmp_path / "out" / "checkpoint.safetensors", arguments, place)
+
+
 def test_where_every_checkpoint_is_damaged_all_are_named(example, arguments, trained, tmp_path):
     place, file = example.Place(), tmp_path / "checkpoint.safetensors"
     example.save(file, 1, *trained, arguments, place)

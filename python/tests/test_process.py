@@ -69,6 +69,46 @@ def test_ctrl_c_stops_a_long_call_and_the_process_stays_usable(call):
     assert "(1, 8, 8, 64)" in out and process.returncode == 0
 
 
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+def test_ctrl_c_ends_the_wait_for_a_rank_that_stays_silent(end, tmp_path):
+    pytest.importorskip("torch")
+    code = f"""
+        import signal
+        import sys
+        import torch
+        import torch.distributed as dist
+        import longspan.torch as lt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        rank = int(sys.argv[1])
+        dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=rank, world_size=2)
+        x = torch.zeros(1, 8, 2, 8)
+        module = lt.RingDilatedAttention([16], [1], deadline=1000, shard_lengths=[8, 8])
+        module(x, x, x)
+        print("ready", flush=True)
+        if rank == 1:
+            signal.pause()
+        try:
+            module(x, x, x)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        {end}
+    """
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 2
+        time.sleep(0.5)  # well inside the wait
+        ranks[0].send_signal(signal.SIGINT)
+        assert ranks[0].communicate(timeout=60)[0] == "interrupted\n"  # the deadline is far beyond
+        assert ranks[0].returncode == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
 def test_several_python_threads():
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((1, 200 + 10 * i, 4, 16)).astype(np.float32) for i in range(8)]

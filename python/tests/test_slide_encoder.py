@@ -88,6 +88,9 @@ def test_weights_load_under_their_published_names(tmp_path):
     torch.save({"model": {"cls_token": model.cls_token.detach()}}, file)
     with pytest.raises(longspan.InvalidArgument, match="lacks"):
         load_slide_weights(other, file)
+    with pytest.raises(longspan.InvalidArgument, match="is a folder: give .* file") as error:
+        load_slide_weights(other, tmp_path)
+    assert error.value.argument == "file"
 
 
 GIGAPATH = os.environ.get("LONGSPAN_GIGAPATH")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
 import warnings
 import weakref
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +63,11 @@ class ProcessGroupCommunicator(Communicator):
         self._works: list[tuple[int, str, Any]] = []
         self._arrivals: list[tuple[Tensor, Tensor]] = []
         self._error: RuntimeError | None = None
+        self._waiter: queue.SimpleQueue | None = None
+
+    def __del__(self) -> None:
+        if self._waiter is not None:
+            self._waiter.put(None)
 
     @property
     def group(self) -> Any:
@@ -120,6 +128,17 @@ class ProcessGroupCommunicator(Communicator):
     def wait(self, seconds: float) -> None:
         if self._error is not None:
             raise self._error
+        if self.takes_gpu or threading.current_thread() is not threading.main_thread():
+            return self._wait(seconds)
+        # gloo's wait lets no signal through. Another thread waits, and this one for it, which Ctrl-C ends.
+        if self._waiter is None:
+            self._waiter = queue.SimpleQueue()
+            threading.Thread(target=_wait_for_others, args=(self._waiter,), daemon=True).start()
+        outcome: Future[None] = Future()
+        self._waiter.put((lambda: self._wait(seconds), outcome))
+        outcome.result()
+
+    def _wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         late: dict[int, str] = {}
         for peer, did, work in self._works:
@@ -160,6 +179,17 @@ class ProcessGroupCommunicator(Communicator):
         # this one instead of the one that is lost. The memory of messages is kept by the ring.
         _given_up.append((self._works, self._arrivals))
         self._works, self._arrivals = [], []
+
+
+def _wait_for_others(waits: queue.SimpleQueue) -> None:
+    """A thread's life: works of waits until one is None."""
+    while (item := waits.get()) is not None:
+        wait, outcome = item
+        try:
+            outcome.set_result(wait())
+        except BaseException as error:
+            outcome.set_exception(error)
+        del item, wait, outcome  # they hold the communicator
 
 
 def _of_host_memory(memory: memoryview) -> Tensor:

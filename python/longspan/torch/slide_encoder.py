@@ -174,6 +174,8 @@ class SlideEncoder(nn.Module):
 
 def load_slide_weights(encoder: SlideEncoder, file: str | Path) -> None:
     """Loads GigaPath's slide_encoder.pth (or a state_dict of SlideEncoder). Raises if a parameter is missing."""
+    if Path(file).is_dir():
+        raise InvalidArgument(f"file {file} is a folder: give slide_encoder.pth inside it, or another file", "file")
     state = torch.load(file, map_location="cpu", weights_only=True)
     state = state.get("model", state)
     wanted = encoder.state_dict().keys()

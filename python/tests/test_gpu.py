@@ -461,3 +461,55 @@ def test_info_and_plans_know_the_gpu():
     plan = longspan.plan(GROUPS, tokens=4096, heads=6, head_dim=64, dtype="bf16", device="cuda")
     able = {name for name, runs, _ in plan.verdicts("forward") if runs}
     assert plan.kernel("forward") in able and "cuda-simt" in able and "plain" not in able
+
+
+# Decoding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [GROUPS.with_output_scale(1 / 3), MIXED], ids=["groups", "mixed"])
+def test_replays_of_a_captured_step_go_on_with_the_next_position(pattern):
+    query, key, value = tensors((2, 400, 6, 64), grad=False)
+    want = lt.attention(query, key, value, pattern, causal=True)
+    cache = lt.DilatedCache(pattern, heads=6)
+    first = cache.attend(query[:, :17], key[:, :17], value[:, :17])
+    cache.reserve(400)
+    inputs = [x[:, :1].clone() for x in (query, key, value)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = cache.attend(*inputs)
+    outs = [first]
+    for position in range(17, 390):
+        for mine, x in zip(inputs, (query, key, value)):
+            mine.copy_(x[:, position : position + 1])
+        graph.replay()
+        outs.append(result.clone())
+    assert cache.position == 390
+    for position in (390, 391):  # and without the graph
+        outs.append(cache.attend(*(x[:, position : position + 1] for x in (query, key, value))))
+    outs.append(cache.attend(*(x[:, 392:400] for x in (query, key, value))))
+    out = torch.cat(outs, dim=1)
+    assert relative(out, want) < 2 * ALLOWED[torch.bfloat16]
+    assert (out - want).abs().max() < 8 * ALLOWED[torch.bfloat16] * want.abs().max()  # no position is another's
+    with pytest.raises(longspan.InvalidArgument, match="reserve"):
+        cache.attend(*(x[:, :200] for x in (query, key, value)))
+
+
+def test_a_captured_step_of_the_language_model_generates_what_the_full_forward_does():
+    torch.manual_seed(0)
+    model = lt.LongNetLM(50, 64, 4, 2, 2, 128, [16, 64], [1, 4], positions="rotary", device="cuda").eval()
+    ids = torch.randint(50, (3, 11), device="cuda")
+    cache = model.new_cache()
+    token = model.decode(ids, cache, last_only=True).argmax(-1)
+    cache.reserve(100)
+    graph, tokens = torch.cuda.CUDAGraph(), [token.clone()]
+    with torch.cuda.graph(graph):
+        logits = model.decode(token, cache)
+        token.copy_(logits.argmax(-1))
+    for _ in range(60):
+        graph.replay()
+        tokens.append(token.clone())
+    assert cache.position == 71
+    whole = torch.cat([ids, *tokens], dim=1)
+    torch.testing.assert_close(logits[:, 0], model(whole)[:, 70], atol=1e-4, rtol=0)
+    full = model(whole).argmax(-1)
+    assert (whole[:, 11:] == full[:, 10:-1]).float().mean() > 0.98  # but for ties to rounding

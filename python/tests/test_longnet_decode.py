@@ -1,5 +1,8 @@
 """Decoding equals the full forward at every position, keeps no more than the pattern needs, and samples as asked."""
 
+import copy
+import pickle
+
 import pytest
 
 import longspan
@@ -97,6 +100,50 @@ def test_what_an_earlier_segment_held_is_gone():
     assert out[:, 20:32].isnan().any() and out[:, 32:].isfinite().all()
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_a_copy_of_a_cache_goes_on_alone(copied):
+    query, key, value = (torch.randn(2, 100, 5, 4, dtype=torch.float64) for _ in range(3))
+    want = lt.attention(query, key, value, LONGNET["paper"], causal=True)
+    cache = lt.DilatedCache(LONGNET["paper"], heads=5)
+    cache.append(key[:, :30], value[:, :30])
+    for _ in range(2):  # of the original again, which the copy has not changed
+        other = copied(cache)
+        for i in range(30, 100):
+            out = other.attend(*(x[:, i : i + 1] for x in (query, key, value)))
+            torch.testing.assert_close(out, want[:, i : i + 1], **EXACT)
+    assert cache.position == 30 and other.position == 100
+
+
+def test_joined_caches_take_tokens_at_positions_of_their_own():
+    query, key, value = (torch.randn(3, 90, 5, 4, dtype=torch.float64) for _ in range(3))
+    module, starts = lt.DilatedAttention([8, 16, 64], [1, 2, 3]), (70, 1, 33)
+    want = module(query, key, value, is_causal=True)
+    alone = [lt.DilatedCache(module, heads=5) for _ in starts]
+    for entry, (cache, start) in enumerate(zip(alone, starts)):
+        cache.append(key[entry : entry + 1, :start], value[entry : entry + 1, :start])
+    cache = lt.DilatedCache.joined(alone)
+    for size in (1, 1, 3, 1):
+        at = cache.position
+        assert at == [start + at[0] - 70 for start in starts]
+        rows = [torch.stack([x[entry, p : p + size] for entry, p in enumerate(at)]) for x in (query, key, value)]
+        out = cache.attend(*rows)
+        for entry, position in enumerate(at):
+            torch.testing.assert_close(out[entry], want[entry, position : position + size], **EXACT)
+
+
+def test_a_cache_with_room_keeps_its_memory():
+    cache, row = lt.DilatedCache(lt.DilatedAttention([64, 4096], [1, 2]), heads=2), torch.randn(1, 1, 2, 8)
+    with pytest.raises(longspan.InvalidArgument, match="after the first tokens"):
+        cache.reserve(10)
+    cache.attend(row, row, row)
+    cache.reserve(3000)
+    before = cache.bytes
+    cache.append(*[torch.randn(1, 2999, 2, 8)] * 2)
+    assert cache.bytes == before
+    cache.append(*[torch.randn(1, 1000, 2, 8)] * 2)
+    assert cache.bytes > before
+
+
 def test_appended_rows_are_seen_by_later_ones():
     torch.manual_seed(0)
     module = lt.DilatedAttention([16, 32], [1, 2])
@@ -115,10 +162,10 @@ def test_memory_is_bounded_by_the_pattern():
     for _ in range(1000):
         cache.attend(rows, rows, rows)
         seen.append(cache.bytes)
-    # Rows of a whole strand by heads of its branch (4 heads in 3 groups: 2, 1, 1), phases 0, 1, 2.
-    most = 2 * 2 * 8 * 4 * (64 * 2 + 64 * 1 + 33 * 1)
+    # Every head has as many rows as the longest strand (64, 64 and 33 here), and one for what is in none.
+    most = 2 * 2 * 8 * 4 * 4 * (64 + 1)
     assert seen[-1] == most and max(seen) == most
-    assert seen[255:] == seen[255:256] * len(seen[255:])
+    assert seen[63:] == seen[63:64] * len(seen[63:])
     cache.reset()
     assert cache.bytes == 0 and cache.position == 0
 

@@ -1,15 +1,18 @@
 """Decoding: what later positions can still attend to, and nothing else.
 
-A position of a branch attends to the rows of its strand in its own segment. So a branch keeps those rows of the current
-segment only, packed; when the next segment begins, they are overwritten. In strand coordinates a step is dense causal
-attention of the new rows over all rows kept, which is the operator with a query range. Where several branches cover a
-position (LongNet's own assignment), their results are mixed by their softmax sums.
+A position of a branch attends to the rows of its strand in its own segment. So the cache keeps those rows of the current
+segment only, packed; when the next segment begins, they are overwritten. The heads of all branches lie in one piece of
+memory as if they were entries of a batch, each with a length of its own: a token is one call of the operator, and its
+lengths are computed where the rows are. Several tokens are taken strand by strand: in strand coordinates they are dense
+causal attention with a query range. Where several branches cover a position (LongNet's own assignment), their results
+are mixed by their softmax sums.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,96 +25,135 @@ from .dilated import DilatedAttention
 from .operator import attention
 from .options import finite, integer
 
-_SMALLEST = 64  # rows of a first allocation; it doubles up to what the segment can hold
+_SMALLEST = 64  # tokens that a first allocation has room for; it doubles up to what segments can hold
+_AHEAD = 64  # steps whose lengths are computed at once
 _WHOLE = 1 << 62  # the segment of a branch over the whole sequence
 
 
-class _Strand:
-    """Keys and values of one branch, for the heads that share a phase: the rows of the current segment's strand."""
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def __init__(self, heads: slice, segment: int, dilation: int, phase: int) -> None:
-        self.heads = heads
-        self.segment = segment
-        self.dilation = dilation
-        self.phase = phase
-        self.most = self._rows_before(segment)
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
 
-    def _rows_before(self, offset: int) -> int:
-        """How many rows of the strand lie before this offset in the segment."""
+class _Strand(NamedTuple):
+    """One branch for the heads that share a phase."""
+
+    branch: int
+    heads: slice
+    segment: int
+    dilation: int
+    phase: int
+
+    def rows_before(self, offset: int) -> int:
+        """How many rows of the strand lie before this offset in a segment."""
         return max(0, -(-(offset - self.phase) // self.dilation))
 
-    @property
-    def bytes(self) -> int:
-        return 0 if self.keys is None else 2 * self.keys.numel() * self.keys.element_size()
-
-    def _reserve(self, like: Tensor, before: int, after: int) -> None:
-        """Room for `after` rows; the `before` rows kept so far stay. Rows that are free are 0: kernels may read them, though
-        no later position is ever attended to."""
-        held = 0 if self.keys is None else self.keys.shape[1]
-        if after > held:
-            count = min(self.most, max(after, 2 * held, _SMALLEST))
-            grown = [like.new_zeros((like.shape[0], count, *like.shape[2:])) for _ in range(2)]
-            if self.keys is not None and self.values is not None:
-                grown[0][:, :before], grown[1][:, :before] = self.keys[:, :before], self.values[:, :before]
-            self.keys, self.values = grown
-        elif before == 0 and self.keys is not None and self.values is not None:
-            self.keys.zero_()
-            self.values.zero_()
-
-    def step(
-        self, first: int, query: Tensor | None, key: Tensor, value: Tensor, options: dict
-    ) -> Iterator[tuple[slice, Any]]:
-        """Takes the rows of positions first, first + 1, ..., segment by segment; yields which of them the strand has and
-        what attention gives for them."""
-        key, value = key[:, :, self.heads], value[:, :, self.heads]
-        base, end = first, first + key.shape[1]
-        while first < end:
-            start = first // self.segment * self.segment
-            stop = min(end, start + self.segment)
-            before, after = self._rows_before(first - start), self._rows_before(stop - start)
+    def pieces(self, first: int, end: int) -> Iterator[tuple[slice, int, int]]:
+        """Of positions first .. end - 1, segment by segment: those in the strand, and its rows before and after them."""
+        begin = first
+        while begin < end:
+            start = begin // self.segment * self.segment
+            until = min(end, start + self.segment)
+            before, after = self.rows_before(begin - start), self.rows_before(until - start)
             if after > before:
-                rows = slice(start + self.phase + before * self.dilation - base, stop - base, self.dilation)
-                keys, values = key[:, rows], value[:, rows]
-                if before > 0 or stop < start + self.segment:  # else the whole strand is here and nobody needs it later
-                    self._reserve(keys, before, after)
-                    self.keys[:, before:after], self.values[:, before:after] = keys, values
-                    # All of the memory, not the rows so far: a plan then serves many steps. Positions hide the rest.
-                    keys, values = self.keys, self.values
-                if query is not None:
-                    yield rows, attention(
-                        query[:, rows, self.heads], keys, values, None, causal=True,
-                        query_ranges=[(before, after - before)], **options,
-                    )  # fmt: skip
-            first = stop
+                yield slice(start + self.phase + before * self.dilation - first, until - first, self.dilation), before, after
+            begin = until
 
 
 def _strands_of(pattern: Pattern, heads: int) -> list[_Strand]:
     """The strands of each branch: one, or for all-heads patterns one for each phase. Heads of a phase are a slice."""
-    strands, first_head = [], 0
+    strands, first_head, groups = [], 0, len(pattern.branches)
     for index, (segment, dilation) in enumerate(pattern.branches):
         segment = _WHOLE if segment is None else segment
-        if pattern.assignment == "all":
-            width = -(-heads // dilation)  # heads with one phase under torchscale's rule
-            for phase in range(min(dilation, heads)):
-                paper = pattern.phase == "paper"
-                owned = slice(phase, heads, dilation) if paper else slice(phase * width, min(heads, (phase + 1) * width))
-                if owned.start < owned.stop:
-                    strands.append(_Strand(owned, segment, dilation, phase))
-        else:
-            groups = len(pattern.branches)
+        if pattern.assignment != "all":
             count = heads // groups + (1 if index < heads % groups else 0)
-            strands.append(_Strand(slice(first_head, first_head + count), segment, dilation, index % dilation))
+            strands.append(_Strand(0, slice(first_head, first_head + count), segment, dilation, index % dilation))
             first_head += count
+            continue
+        width = -(-heads // dilation)  # heads with one phase under torchscale's rule
+        for phase in range(min(dilation, heads)):
+            paper = pattern.phase == "paper"
+            owned = slice(phase, heads, dilation) if paper else slice(phase * width, min(heads, (phase + 1) * width))
+            if owned.start < owned.stop:
+                strands.append(_Strand(index, owned, segment, dilation, phase))
     return strands
+
+
+class _Clock:
+    """How many rows of its strand each head has up to a position, on the device: a CUDA graph of a step that is replayed
+    goes on with the next position. Caches that take the same positions share one."""
+
+    def __init__(self, strands: Sequence[_Strand], branches: int, heads: int) -> None:
+        numbers = torch.zeros(3, branches, heads, dtype=torch.int64)
+        for one in strands:
+            for row, number in zip(numbers, (one.segment, one.dilation, one.phase)):
+                row[one.branch, one.heads] = number
+        self.numbers = numbers.flatten(1)
+        self.forget()
+
+    def forget(self) -> None:
+        self.captured = False
+        self._at: tuple[Any, int] | None = None
+        self._now: Tensor | None = None
+
+    def to(self, first: Sequence[int], taken: int, device: torch.device) -> Tensor:
+        """Rows [entries] of each strand up to positions first + taken; 0 where a position is not in it."""
+        if self._at == (first, taken):
+            return self._lengths
+        capturing = _capturing(device)
+        if self._at == (first, taken - 1):
+            self._now += 1
+        elif capturing:
+            raise InvalidArgument("cache is empty in a graph capture: let it take a token before", "cache")
+        else:
+            self._jump(torch.tensor(first, dtype=torch.int64)[:, None] + taken, device)
+        self._at = first, taken
+        if capturing:
+            self.captured = True
+            self._lengths = self._count(self._now).view(-1)
+            return self._lengths
+        if not 0 <= taken - self._begin < len(self._ahead):
+            steps = torch.arange(_AHEAD, device=device)[:, None, None]
+            self._ahead, self._begin = self._count(self._now + steps).flatten(1), taken
+        self._lengths = self._ahead[taken - self._begin]
+        return self._lengths
+
+    def _jump(self, now: Tensor, device: torch.device) -> None:
+        """In place where graphs may look."""
+        if self._now is None:
+            self._segment, self._dilation, self._phase = self.numbers.to(device)
+            self._now = now.to(device)
+        else:
+            self._now.copy_(now)
+        self._ahead, self._begin = (), 0
+
+    def _count(self, now: Tensor) -> Tensor:
+        offset = now % self._segment
+        covered = torch.eq(offset % self._dilation, self._phase, out=torch.empty_like(offset))
+        return torch.addcmul(covered, covered, offset // self._dilation)
+
+    def taken(self) -> int:
+        """Tokens taken before the next position, replays of graphs included."""
+        if self.captured and not _capturing(self._now.device):
+            first, _ = self._at
+            self._at, self._ahead = (first, int(self._now[0]) - first[0]), ()
+        return self._at[1] + 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.captured:
+            self.taken()
+        return {**self.__dict__, "captured": False}  # a copy is in no graph
+
+    def next(self) -> Tensor:
+        """The next position of each batch entry, on the device."""
+        return self._now + 1
 
 
 class DilatedCache:
     """The past of one attention, which is causal then: `attend` takes the rows of the next positions and returns what the
     full forward gives there. Inference only: it records no gradients and applies no dropout.
 
-    module: a DilatedAttention, or a pattern of dilated or LongNet attention (or its text) with `scale` on its scores."""
+    module: a DilatedAttention, or a pattern of dilated or LongNet attention (or its text) with `scale` on its scores.
+    A step of one token may be captured as a CUDA graph; reserve() before it, since a graph's memory stays where it is."""
 
     def __init__(self, module: DilatedAttention | Pattern | str, heads: int, *, scale: float | None = None) -> None:
         allow_tf32 = False
@@ -147,20 +189,70 @@ class DilatedCache:
             "scale": scale, "output_scale": pattern.output_scale, "allow_tf32": allow_tf32, "return_lse": self._mixes
         }  # fmt: skip
         self._strands = _strands_of(pattern, heads)
-        self.position = 0
+        self._branches = groups if self._mixes else 1
+        self._clock, self._shares_clock = _Clock(self._strands, self._branches, heads), False
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to position 0, for any batch and type; memory is given back."""
+        self._clock.forget()
+        self._taken, self._first = 0, (0,)
         self._kind: tuple | None = None  # batch, head_dim, dtype and device it began with
+        self._room = 0  # tokens from which on there is no memory
+        self._rows: Tensor | None = None  # keys and values [2, batch, branches, heads, 1 + rows, head_dim]
+        self._flat: tuple[Tensor, ...] = ()
+
+    @property
+    def position(self) -> int | list[int]:
+        """Tokens taken so far; of joined caches, those of each."""
+        self.catch_up()
+        return [start + self._taken for start in self._first] if any(self._first) else self._taken
+
+    def catch_up(self) -> None:
+        """Counts the tokens that replays of a graph took."""
+        if self._clock.captured:
+            self._taken = self._clock.taken()
+
+    def next_position(self) -> int | list[int] | Tensor:
+        """The position of the next token; in a graph capture on the device, where replays find their own."""
+        return self._clock.next() if self._kind and _capturing(self._kind[3]) else self.position
 
     @property
     def bytes(self) -> int:
         """Memory of keys and values kept."""
-        return sum(strand.bytes for strand in self._strands)
+        return 0 if self._rows is None else self._rows.numel() * self._rows.element_size()
 
-    def reset(self) -> None:
-        """Back to position 0, for any batch and type; memory is given back."""
-        self.position = 0
-        self._kind = None
-        for strand in self._strands:
-            strand.keys = strand.values = None
+    def follow(self, other: DilatedCache) -> None:
+        """Counts positions together with a cache that takes the same, if strands are the same."""
+        if torch.equal(self._clock.numbers, other._clock.numbers):
+            self._clock, self._shares_clock = other._clock, True
+
+    @classmethod
+    def joined(cls, caches: Sequence[DilatedCache]) -> DilatedCache:
+        """Caches of single sequences, each at a position of its own, as one for their batch."""
+        most = max(caches, key=lambda cache: cache._room)
+        result = copy.copy(most)
+        result._clock, result._shares_clock = _Clock(most._strands, most._branches, most.heads), False
+        result._first, result._taken = tuple(cache.position for cache in caches), 0
+        result._kind = (len(caches), *most._kind[1:])
+        result._rows = most._rows.new_empty(2, len(caches), *most._rows.shape[2:])
+        for entry, cache in enumerate(caches):
+            result._rows[:, entry : entry + 1, :, :, : cache._rows.shape[4]] = cache._rows
+        result._flatten()
+        return result
+
+    def _flatten(self) -> None:
+        """The memory as a step sees it: numbers of all entries, their keys and their values."""
+        keys, values = (x.flatten(0, 2) for x in self._rows)
+        self._flat = torch.arange(len(keys), device=keys.device), keys, values
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_flat": ()}  # copies are made of the memory, not of views of it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._rows is not None:
+            self._flatten()
 
     def _check(self, name: str, x: Tensor, like: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dim() != 4:
@@ -182,6 +274,31 @@ class DilatedCache:
                 name,
             )
 
+    def reserve(self, tokens: int) -> None:
+        """Room for so many tokens in all. Without it memory grows as tokens come; this call needs one token taken before."""
+        if self._kind is None:
+            raise InvalidArgument("cache is empty: reserve() after the first tokens, which tell batch and type", "cache")
+        self._reserve(integer("tokens", tokens))
+
+    def _reserve(self, tokens: int) -> None:
+        if tokens <= self._room:
+            return
+        batch, head_dim, dtype, device = self._kind
+        if self._clock.captured or _capturing(device):
+            raise InvalidArgument(f"cache has room for {self._room} tokens: reserve() before the graph capture", "cache")
+        self._room = max(tokens, 2 * self._room, _SMALLEST)
+        count = max(one.rows_before(min(self._room, one.segment)) for one in self._strands)
+        if all(self._room >= one.segment for one in self._strands):
+            self._room = _WHOLE
+        kept = 0 if self._rows is None else self._rows.shape[4]
+        if 1 + count > kept:
+            # The first row takes what has no place in a strand.
+            rows = torch.empty(2, batch, self._branches, self.heads, 1 + count, head_dim, dtype=dtype, device=device)
+            if self._rows is not None:
+                rows[:, :, :, :, :kept] = self._rows
+            self._rows = rows
+            self._flatten()
+
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
         """Keys and values [batch, tokens, heads, head_dim] of the next positions, whose own results nobody needs."""
@@ -192,20 +309,74 @@ class DilatedCache:
         """Rows [batch, tokens, heads, head_dim] of the next positions, one or many -> the attention's rows there."""
         return self._take(query, key, value)
 
-    def _take(self, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
+    def _take(self, query: Tensor | None, key: Tensor, value: Tensor) -> Any:
         for name, x in (("key", key), ("value", value), ("query", query)):
             if x is not None:
                 self._check(name, x, key)
-        self._kind = (key.shape[0], key.shape[3], key.dtype, key.device)
+        if self._kind is None:
+            self._kind = (key.shape[0], key.shape[3], key.dtype, key.device)
+            self._first = (0,) * key.shape[0]
+        if not self._shares_clock:
+            self.catch_up()
+        tokens, out = key.shape[1], None
+        self._reserve(max(self._first, default=0) + self._taken + tokens)
+        if tokens == 1:
+            out = self._step(query, key, value)
+            self._taken += 1
+        elif any(self._first):
+            parts = [self._take(*(None if x is None else x[:, i : i + 1] for x in (query, key, value))) for i in range(tokens)]
+            out = None if query is None else torch.cat([query[:, :0], *parts], dim=1)
+        elif tokens:
+            out = self._chunk(query, key, value)
+            self._taken += tokens
+            self._clock.to(self._first, self._taken - 1, key.device)
+        return query if tokens == 0 else out
+
+    def _step(self, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
+        """One token of each entry."""
+        lengths = self._clock.to(self._first, self._taken, key.device)
+        entries, keys, values = self._flat
+        index = entries, lengths
+        keys.index_put_(index, self._spread(key))
+        values.index_put_(index, self._spread(value))
+        if query is None:
+            return None
+        result = attention(
+            self._spread(query)[:, None, None], keys[:, 1:, None], values[:, 1:, None], None, lengths=lengths,
+            query_ranges=[(0, 1)], **self._options,
+        )  # fmt: skip
+        if not self._mixes:
+            return result.view(query.shape)
+        split = (query.shape[0], self._branches, self.heads, -1)
+        parts, sums = (x.view(split) for x in result)
+        weights = sums.softmax(dim=1).nan_to_num()  # of rows that no branch covers
+        return (parts * weights).sum(dim=1, keepdim=True).to(query.dtype)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """A token's rows [entries, head_dim], repeated for each branch."""
+        if self._branches > 1:
+            x = x.expand(-1, self._branches, -1, -1)
+        return x.reshape(-1, x.shape[3])
+
+    def _chunk(self, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
+        """Several tokens, strand by strand and segment by segment."""
         out = sums = None
         if query is not None:
             # Branches are mixed in the type of their sums, so that 16 bits are rounded to once.
             exact = torch.float64 if key.dtype is torch.float64 else torch.float32
             out = torch.zeros(query.shape, dtype=exact if self._mixes else query.dtype, device=query.device)
             sums = out.new_full((*out.shape[:3], 1), -torch.inf) if self._mixes else None
-        for strand in self._strands:
-            for rows, result in strand.step(self.position, query, key, value, self._options):
-                place = (slice(None), rows, strand.heads)
+        for one in self._strands:
+            kept = self._rows[:, :, one.branch, one.heads, 1:].transpose(2, 3)
+            for rows, before, after in one.pieces(self._taken, self._taken + key.shape[1]):
+                place = (slice(None), rows, one.heads)
+                kept[0, :, before:after], kept[1, :, before:after] = key[place], value[place]
+                if query is None:
+                    continue
+                result = attention(
+                    query[place], *kept[:, :, :after], None, causal=True, query_ranges=[(before, after - before)],
+                    **self._options,
+                )  # fmt: skip
                 if sums is None:
                     out[place] = result
                     continue
@@ -213,26 +384,4 @@ class DilatedCache:
                 both = torch.logaddexp(sums[place], part_sums)
                 out[place] = out[place] * (sums[place] - both).exp() + part * (part_sums - both).exp()
                 sums[place] = both
-        self.position += key.shape[1]
-        return None if out is None or query is None else out.to(query.dtype)
-
-
-class JoinedCaches:
-    """Caches of single sequences, each at a position of its own, as one for their batch."""
-
-    def __init__(self, caches: Sequence[DilatedCache]) -> None:
-        self.caches = list(caches)
-
-    @property
-    def bytes(self) -> int:
-        return sum(cache.bytes for cache in self.caches)
-
-    def reset(self) -> None:
-        for cache in self.caches:
-            cache.reset()
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if key.shape[0] != len(self.caches):
-            raise InvalidArgument(f"key has batch {key.shape[0]}, the cache has {len(self.caches)}: go on alike", "key")
-        parts = zip(self.caches, *(x.split(1) for x in (query, key, value)))
-        return torch.cat([cache.attend(*rows) for cache, *rows in parts])
+        return None if out is None else out.to(query.dtype)

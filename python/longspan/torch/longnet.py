@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._errors import InvalidArgument
 from .._named import flag, refused
-from .cache import DilatedCache, JoinedCaches
+from .cache import DilatedCache
 from .multihead import MultiheadDilatedAttention
 from .options import at_least, at_least_zero, check_dropout, inner_norm, integers, made_from
 from .positions import Positions
@@ -229,6 +229,8 @@ class LongNet(nn.Module):
                 return checkpoint(layer, *inputs, use_reentrant=False)
             return layer(*inputs)
 
+        if cache is not None:
+            cache.catch_up()
         memory = x
         for layer in self.encoder.layers:
             memory = run(layer, memory, is_causal)
@@ -242,12 +244,18 @@ class LongNet(nn.Module):
 
 
 class LongNetCache:
-    """The past of a LongNet: one DilatedCache for each attention. `position` tokens were seen, `bytes` are kept."""
+    """The past of a LongNet: one DilatedCache for each attention. `position` tokens were seen, `bytes` are kept. A step of
+    one token may be captured as a CUDA graph, after reserve(tokens): replays go on with the next position."""
 
     def __init__(self, model: LongNet, length: int | None = None) -> None:
         self.length: Any = None if length is None else at_least("length", length, 0)
-        layers = [*model.encoder.layers, *model.decoder.layers]
-        self._layers: dict[nn.Module, tuple[Any, ...]] = {layer: layer.new_caches() for layer in layers}
+        self._take({layer: layer.new_caches() for layer in (*model.encoder.layers, *model.decoder.layers)})
+
+    def _take(self, layers: dict[nn.Module, tuple[DilatedCache, ...]]) -> None:
+        self._layers = layers
+        self._all = [cache for caches in layers.values() for cache in caches]
+        for cache in self._all[1:]:
+            cache.follow(self._all[0])
 
     @classmethod
     def joined(cls, parts: Sequence[LongNetCache]) -> LongNetCache:
@@ -256,17 +264,14 @@ class LongNetCache:
         result = cls.__new__(cls)
         lengths = [part.length for part in parts]
         result.length = None if None in lengths else lengths
-        result._layers = {
-            layer: tuple(map(JoinedCaches, zip(*(part._layers[layer] for part in parts)))) for layer in parts[0]._layers
-        }
+        each = {layer: zip(*(part._layers[layer] for part in parts)) for layer in parts[0]._layers}
+        result._take({layer: tuple(map(DilatedCache.joined, caches)) for layer, caches in each.items()})
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LongNetCache:
         """The model is not copied along, but a copy of it that is made at the same time is taken."""
         result = copy.copy(self)
-        result._layers = {
-            memo.get(id(layer), layer): copy.deepcopy(caches, memo) for layer, caches in self._layers.items()
-        }
+        result._take({memo.get(id(layer), layer): copy.deepcopy(caches, memo) for layer, caches in self._layers.items()})
         return result
 
     def of(self, layer: nn.Module) -> tuple[Any, ...]:
@@ -275,13 +280,20 @@ class LongNetCache:
         return self._layers[layer]
 
     @property
-    def _all(self) -> list[Any]:
-        return [cache for caches in self._layers.values() for cache in caches]
-
-    @property
     def position(self) -> Any:
-        first = self._all[0]
-        return [cache.position for cache in first.caches] if isinstance(first, JoinedCaches) else first.position
+        return self._all[0].position
+
+    def next_position(self) -> Any:
+        return self._all[0].next_position()
+
+    def catch_up(self) -> None:
+        for cache in self._all:
+            cache.catch_up()
+
+    def reserve(self, tokens: int) -> None:
+        """Room for so many tokens in all; needs one token taken before."""
+        for cache in self._all:
+            cache.reserve(tokens)
 
     @property
     def bytes(self) -> int:
@@ -372,7 +384,7 @@ class LongNetLM(nn.Module):
         if self.training and self.long_net.encoder.layers[0].dropout.p > 0:
             raise InvalidArgument("the model is in training mode: decoding has no dropout; call eval() first", "cache")
         cache.check_room(ids.shape[-1])
-        x = self._hidden(ids, True, cache.position, cache.length, cache)
+        x = self._hidden(ids, True, cache.next_position(), cache.length, cache)
         return self.out(self.norm(x[:, -1:] if last_only else x))
 
     def generate(

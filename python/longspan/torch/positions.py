@@ -19,8 +19,8 @@ _SCALE_BASE = 512
 _ANGLE_BASE = 10000.0
 
 
-def _per_entry(numbers: int | list[int], device: torch.device) -> int | Tensor:
-    """One number for all batch entries, or a column of them. A number stays one: a copy to a GPU would wait for all that
+def _per_entry(numbers: int | list[int] | Tensor, device: torch.device) -> int | Tensor:
+    """One number for all batch entries, or a column of them, or what is one already. A number stays one: a copy to a GPU would wait for all that
     runs there, and could be in no graph."""
     return torch.tensor(numbers, device=device)[:, None] if isinstance(numbers, list) else numbers
 
@@ -53,7 +53,7 @@ class Positions(nn.Module):
                 "positions",
             )
 
-    def forward(self, x: Tensor, first: int | list[int] = 0, length: int | list[int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, first: int | list[int] | Tensor = 0, length: int | list[int] | None = None) -> Tensor:
         """x holds positions first, first + 1, ... of a sequence of `length` tokens (default: x ends it); lists where batch
         entries differ."""
         if self.kind == "none":

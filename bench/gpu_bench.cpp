@@ -10,7 +10,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <set>
 #include <thread>
@@ -36,6 +38,9 @@ struct Workload {
   // Rows that far apart in memory, heads in neighbouring ones: what a pattern of that dilation reads, as tensors that
   // have no other rows, so that none is left to zero. 0: tensors as usual.
   std::int64_t apart = 0;
+  // Call data: the share of keys that key_mask allows, at random, or all but those at the end; ALiBi slopes.
+  double kept = 1, filled = 1;
+  bool alibi = false;
 };
 
 /// Block masks: each block row sees five blocks around it, the first one, and four at a distance.
@@ -97,6 +102,28 @@ std::vector<Workload> workloads() {
     add("random_d64", 131072, 8, 64, Pattern::block_sparse(BlockPattern::random(0.01, 0, 128)));
     for (std::size_t i = named; i < list.size(); ++i) list[i].always = false;
   }
+  // Options, by name, beside the plain rows of the same shape.
+  for (const bool causal : {false, true}) {
+    for (const std::int64_t dim : {64, 128}) {
+      const auto add = [&](const char* name, auto&& set) {
+        list.push_back({fmt::format("{}_d{}{}", name, dim, causal ? "_causal" : ""),
+                        16384,
+                        16,
+                        dim,
+                        Pattern::dense(),
+                        causal,
+                        DType::bf16,
+                        {},
+                        false});
+        set(list.back());
+      };
+      add("keys90", [](Workload& work) { work.kept = 0.9; });
+      add("padding10", [](Workload& work) { work.filled = 0.9; });
+      add("alibi", [](Workload& work) { work.alibi = true; });
+      add("dropout", [](Workload& work) { work.options.dropout = 0.1; });
+      add("all", [](Workload& work) { work.kept = 0.9, work.alibi = true, work.options.dropout = 0.1; });
+    }
+  }
   const auto add_special = [&](std::string name, std::int64_t tokens, std::int64_t heads, DType dtype, auto&& set) {
     list.push_back({std::move(name), tokens, heads, 64, Pattern::dense(), false, dtype});
     set(list.back().options);
@@ -147,6 +174,15 @@ class Tensor {
   std::int64_t elements_;
   void* data_ = nullptr;
 };
+
+/// A copy in the GPU's memory.
+template <class T>
+std::shared_ptr<T> upload(const std::vector<T>& values) {
+  void* memory = nullptr;
+  cuda::check(cudaMalloc(&memory, values.size() * sizeof(T)), "call data of the benchmark");
+  cuda::check(cudaMemcpy(memory, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "call data");
+  return {static_cast<T*>(memory), [](T* pointer) { cudaFree(pointer); }};
+}
 
 struct Times {
   double sustained = 0, burst = 0;  // milliseconds
@@ -204,10 +240,25 @@ void run(const Workload& work, const Request& request) {
     return result;
   };
   const TensorView lse_view = TensorView::lse(lse.data(), entries, work.tokens, heads, device);
-  const auto plan = attention.plan(Attention::problem(view(q), view(k)));
+  Call call;
+  std::vector<std::uint8_t> allowed(static_cast<std::size_t>(entries * work.tokens));
+  std::mt19937 engine(3);
+  for (std::size_t i = 0; i < allowed.size(); ++i) {
+    const auto row = static_cast<double>(i % static_cast<std::size_t>(work.tokens));
+    allowed[i] = engine() < work.kept * 4294967296.0 && row < work.filled * static_cast<double>(work.tokens);
+  }
+  std::vector<float> slopes(static_cast<std::size_t>(heads));
+  for (std::size_t i = 0; i < slopes.size(); ++i)
+    slopes[i] = std::exp2(-8.0f * static_cast<float>(i + 1) / static_cast<float>(heads));
+  const auto device_mask = upload(allowed);
+  const auto device_slopes = upload(slopes);
+  if (work.kept < 1 || work.filled < 1)
+    call.key_mask = ConstTensorView::mask(device_mask.get(), entries, work.tokens, device);
+  if (work.alibi) call.alibi_slopes = ConstTensorView::per_head(device_slopes.get(), heads, device);
+  const auto plan = attention.plan(Attention::problem(view(q), view(k), call));
   const PlanTotals totals = plan->totals();
   device_memory::reset_peak(device.index);
-  const auto forward_once = [&] { attention.forward(view(q), view(k), view(v), view(out), lse_view); };
+  const auto forward_once = [&] { attention.forward(view(q), view(k), view(v), view(out), lse_view, call); };
   std::string line = fmt::format(R"({{"workload": "{}", "kernel": "{}")", work.name, plan->kernel_name(Pass::forward));
   const auto report = [&](const char* step, const Times& times, double flops) {
     line += fmt::format(
@@ -222,7 +273,8 @@ void run(const Workload& work, const Request& request) {
         dk(work, work.dtype, work.head_dim), dv(work, work.dtype, work.head_dim);
     device_memory::reset_peak(device.index);
     const auto backward_once = [&] {
-      attention.backward(view(q), view(k), view(v), view(out), lse_view, view(dout), view(dq), view(dk), view(dv));
+      attention.backward(view(q), view(k), view(v), view(out), lse_view, view(dout), view(dq), view(dk), view(dv),
+                         call);
     };
     line += fmt::format(R"(, "backward_kernel": "{}")", plan->kernel_name(Pass::backward));
     if (request.once) backward_once();

@@ -14,6 +14,7 @@ struct Choice {
   int streams = 1;      // items that a block works on side by side
   bool lists = false;   // keys by lists of a block mask
   bool passes = false;  // groups of an item have lists of their own
+  bool extras = false;  // key_mask, ALiBi, a scale that is not positive, dropout
   int blocks = 0;
 };
 

@@ -1,6 +1,7 @@
 // Consumers of the Hopper forward: the arithmetic of attention, 64 query rows for each warp group (see forward.cuh).
 #pragma once
 
+#include "kernels/hopper/extras.cuh"
 #include "kernels/hopper/lists.cuh"
 #include "kernels/hopper/shape.cuh"
 #include "kernels/hopper/wgmma.cuh"
@@ -13,6 +14,9 @@ using cuda::kLn2;
 /// Rows whose maximum grew by less than kSlack, in base 2, keep the old one. No more than that, since the weight of a
 /// key that has nearly all of it is rounded then, where it would be 1 (docs/hopper_backward.md, "Errors").
 inline constexpr float kSlack = 2.0f;
+/// Above this a product's rounding shows in a fused difference from the maximum, which is rounded, too: a weight could
+/// overflow. Both are then rounded alike.
+inline constexpr float kLarge = 16384.0f;
 
 __device__ __forceinline__ float finite(float largest) { return largest == -LONGSPAN_INFINITY ? 0.0f : largest; }
 
@@ -43,6 +47,8 @@ struct Consumer {
   int passed = 0;  // lists: tiles since the last one computed whose values are still to be handed on
   bool idle;       // the group has no rows: it computes one tile, for form's sake
   std::uint32_t q_tile;
+  float factor;  // takes scores to base 2
+  [[no_unique_address]] std::conditional_t<S::kExtras, Extras<S>, NoExtras> extras;
   int add = 0;  // 0 makes P V start from zero: clearing registers while products run would serialise them
 
   __device__ __forceinline__ Consumer(const HopperLaunch& launch, Memory<S> shared, typename S::Tasks& task_slots,
@@ -58,7 +64,8 @@ struct Consumer {
         thread(threadIdx.x % kGroupThreads),
         lane(threadIdx.x % kWarpThreads),
         packed_index(group / (S::kGroups / launch.packed)),
-        first_row(group % (S::kGroups / launch.packed) * kGroupRows) {}
+        first_row(group % (S::kGroups / launch.packed) * kGroupRows),
+        factor(launch.base.rules.scale * cuda::kLog2E) {}
 
   // The token that lets a group start its products, handed round by named barriers 1 .. kGroups of a stream.
   __device__ __forceinline__ int named(int index) const { return 1 + stream * 2 * S::kGroups + index; }
@@ -69,7 +76,9 @@ struct Consumer {
   __device__ __forceinline__ void sync_group() const { sync_threads(named(S::kGroups + group), kGroupThreads); }
 
   __device__ __forceinline__ void await_key() const { wait(memory.key_full(k.stage), k.parity); }
-  __device__ __forceinline__ void await_value() const { wait(memory.value_full(v.stage), v.parity); }
+  __device__ __forceinline__ void await_value() const {
+    wait(S::kExtras && a.base.rules.key_mask ? memory.value_clean(v.stage) : memory.value_full(v.stage), v.parity);
+  }
   __device__ __forceinline__ void release_key() {
     if (lane == 0) arrive(memory.key_free(k.stage));
     k.advance();
@@ -101,7 +110,8 @@ struct Consumer {
     const int first = uniform(task.first_query) + first_row;
     unmasked = keys / kKeys;
     first_tile = 0;
-    end_tile = tiles;
+    if constexpr (S::kExtras) first_tile = S::kLists ? 0 : uniform(task.first_tile);
+    end_tile = first_tile + tiles;
     idle = !S::kLists && first_row >= uniform(task.rows);
     if (S::kLists) {
       skipped_before = skipped_after = 0;
@@ -112,14 +122,19 @@ struct Consumer {
       skipped_after = first_tile;
     } else {
       if (a.base.rules.causal) {
-        end_tile = min(tiles, (first + kGroupRows + kKeys - 1) / kKeys);
+        end_tile = min(end_tile, (first + kGroupRows + kKeys - 1) / kKeys);
+        if constexpr (S::kExtras) end_tile = max(end_tile, first_tile + 1);
         unmasked = min((first + 1) / kKeys, unmasked);
       }
-      skipped_before = above + tiles - end_tile;
+      skipped_before = above + tiles - (end_tile - first_tile);
       skipped_after = below;
     }
     own_row = first + thread / kWarpThreads * 16 + lane / 4;
     q_tile = memory.queries(q.stage) + group * S::kGroupBytes;
+    if constexpr (S::kExtras) {
+      extras.begin(a.base, task, own_row, first);
+      factor = extras.factor;
+    }
     return true;
   }
 
@@ -169,7 +184,7 @@ struct Consumer {
   }
 
   /// Raises the maxima of rows that grew too far. Returns whether any of the warp's did; factors of the others are 1.
-  __device__ __forceinline__ bool raise(float factor, float (&correction)[2]) {
+  __device__ __forceinline__ bool raise(float (&correction)[2]) {
     float even[2] = {fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])};
     float odd[2] = {fmaxf(scores[4], scores[5]), fmaxf(scores[6], scores[7])};
 #pragma unroll
@@ -204,9 +219,24 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kColumns / 2; ++j) out[j] *= correction[j / 2 % 2];
   }
+  /// Subtracts maxima that are large before scores are multiplied.
+  __device__ __forceinline__ void subtract_large(float (&shift)[2]) {
+    const float unit = 1.0f / factor;
+    bool large[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) large[half] = fabsf(shift[half]) > kLarge;
+#pragma unroll
+    for (int j = 0; j < kKeys / 2; ++j)
+      if (large[j / 2 % 2]) scores[j] = (__fmul_rn(scores[j], factor) + shift[j / 2 % 2]) * unit;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (large[half]) shift[half] = 0.0f;
+  }
   /// scores become weights, exp2(score - maximum), which are summed in float32 and packed for P V.
-  __device__ __forceinline__ void exponentiate(float factor) {
-    const float shift[2] = {-finite(largest[0]), -finite(largest[1])};
+  __device__ __forceinline__ void exponentiate() {
+    float shift[2] = {-finite(largest[0]), -finite(largest[1])};
+    if (__any_sync(~0u, fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kLarge)) [[unlikely]]
+      subtract_large(shift);
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < kKeys / 2; ++j) {
@@ -222,6 +252,7 @@ struct Consumer {
   /// Rows after the strand's end are other strands': they get weight 0, but 0 times NaN is NaN, so they become zeros.
   /// Every group writes them itself, so that none has to wait for another.
   __device__ __forceinline__ void clear_values_beyond(int end) {
+    if (S::kExtras && a.base.rules.key_mask) return;  // the producer has
     await_value();
     const int rows = kKeys - end;
     const std::uint32_t first = memory.values(v.stage) + end * 128;
@@ -241,22 +272,39 @@ struct Consumer {
     if (note.ends()) clear_values_beyond(max(keys - note.first_key(), 0));
   }
 
-  __device__ __forceinline__ void first_softmax(float factor) {
+  __device__ __forceinline__ static int first_key(ListNote note, int tile) {
+    return S::kLists ? note.first_key() : tile * kKeys;
+  }
+  /// Gives a tile of keys back whose products are done, which become scores.
+  __device__ __forceinline__ void begin_scores(ListNote note, int tile) {
+    unsigned allowed = TileBits<S>::kAll;
+    if constexpr (S::kExtras) {
+      if (a.base.rules.key_mask) allowed = load_word(memory.key_bits(k.stage) + lane % 4 * 4);
+    }
+    release_key();
+    if constexpr (S::kExtras) extras.score(scores, first_key(note, tile), a.base.rules.causal);
+    if constexpr (S::kLists) mask_listed(note);
+    else if (tile >= unmasked) mask(tile * kKeys, keys);
+    if constexpr (S::kExtras) {
+      if (!__all_sync(~0u, allowed == TileBits<S>::kAll)) extras.exclude(scores, allowed);
+    }
+  }
+
+  __device__ __forceinline__ void first_softmax() {
     largest[0] = largest[1] = -LONGSPAN_INFINITY;
     sum[0] = sum[1] = 0.0f;
     add = 0;
     const ListNote note = read_note();
-    release_key();
+    begin_scores(note, end_tile - 1);
     if constexpr (S::kLists) {
-      mask_listed(note);
       clear_values_after_end(note);
     } else {
-      if (end_tile > unmasked) mask((end_tile - 1) * kKeys, keys);
       if (end_tile * kKeys > keys && !idle) clear_values_beyond(keys - (end_tile - 1) * kKeys);
     }
     float correction[2];
-    raise(factor, correction);
-    exponentiate(factor);
+    raise(correction);
+    exponentiate();
+    if constexpr (S::kExtras) extras.drop(weights, first_key(note, end_tile - 1));
   }
   /// Lists: hands on the next tile of keys if this group does not see it. The values of the last tile are still held,
   /// so the stages left limit how many may be passed in a row; more are computed, masked.
@@ -276,7 +324,7 @@ struct Consumer {
       v.advance();
     }
   }
-  __device__ __forceinline__ void next_tile(int tile, float factor) {
+  __device__ __forceinline__ void next_tile(int tile) {
     await_key();
     const ListNote note = read_note();
     await_token();
@@ -286,18 +334,17 @@ struct Consumer {
     products_wait<1>();
     pin(scores);
     pass_token();
-    release_key();
-    if constexpr (S::kLists) mask_listed(note);
-    else if (tile >= unmasked) mask(tile * kKeys, keys);
+    begin_scores(note, tile);
     float correction[2];
-    const bool raised = raise(factor, correction);
+    const bool raised = raise(correction);
     products_wait<0>();
     pin(out);
     if (raised) rescale(correction);
     release_value(v.stage);
     v.advance();
     if constexpr (S::kPasses) pass_values();
-    exponentiate(factor);
+    exponentiate();
+    if constexpr (S::kExtras) extras.drop(weights, first_key(note, tile));
     if constexpr (S::kLists) clear_values_after_end(note);
   }
 
@@ -307,7 +354,10 @@ struct Consumer {
   // Totals are in memory, thread by thread: maxima, row sums, values.
 
   /// Whether sums of this item have been closed by its end.
-  __device__ __forceinline__ bool has_totals() const { return end_tile > kTilesOfSum && !idle; }
+  __device__ __forceinline__ bool has_totals() const {
+    if constexpr (S::kExtras) return (end_tile - 1) / kTilesOfSum * kTilesOfSum > first_tile && !idle;
+    else return end_tile > kTilesOfSum && !idle;
+  }
   __device__ __forceinline__ float* total(int index) const {
     const int group_of_all = (blockIdx.x * S::kStreams + stream) * S::kGroups + group;
     return a.totals + (static_cast<std::int64_t>(group_of_all) * S::kTotals + index) * kGroupThreads + thread;
@@ -427,6 +477,9 @@ struct Consumer {
     return finished;
   }
 
+  __device__ __forceinline__ float output_scale() const {
+    return S::kExtras ? a.base.rules.output_scale * a.base.rules.keep_factor : a.base.rules.output_scale;
+  }
   /// Rows go out through the group's own Q tile: a whole tile by the copy engine, others row by row.
   __device__ __forceinline__ void write(const typename S::Item& task, std::uint32_t number, std::uint32_t tile,
                                         bool totals, float (&factor)[2]) {
@@ -438,6 +491,8 @@ struct Consumer {
     if constexpr (S::kLists) {
       before = task.first_row - first_row;
       finished &= (row >= before) | (row + 8 >= before) << 1;
+    }
+    if constexpr (S::kLists || S::kExtras) {
 #pragma unroll
       for (int j = 0; j < kColumns / 2; ++j)  // rows without keys: weights of 0 times whatever lay there
         if (sum[j / 2 % 2] == 0.0f) out[j] = 0.0f;
@@ -448,7 +503,7 @@ struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      factor[half] *= sum[half] == 0.0f ? 0.0f : __fdividef(a.base.rules.output_scale, sum[half]);
+      factor[half] *= sum[half] == 0.0f ? 0.0f : __fdividef(output_scale(), sum[half]);
     const std::uint32_t target = tile + row * 128 + lane % 4 * 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
@@ -486,7 +541,7 @@ struct Consumer {
 
   /// All tiles of an item but its last, whose scores came with the item before. The last values of a sum are added in
   /// the turn of the tile below it.
-  __device__ __forceinline__ void other_tiles(float factor) {
+  __device__ __forceinline__ void other_tiles() {
     if constexpr (S::kLists) {  // one loop: in two, stages would leave the uniform registers
       for (int tile = end_tile - 2; tile >= 0; --tile) {
         const int first = tile + 2;
@@ -494,21 +549,21 @@ struct Consumer {
         if constexpr (S::kPasses) {
           if (pass()) continue;
         }
-        next_tile(tile, factor);
+        next_tile(tile);
       }
     } else {
       for (int tile = end_tile - 2; tile >= first_tile;) {
         const int first = static_cast<int>((tile + 1u) / kTilesOfSum * kTilesOfSum);
         const int end = uniform(max(first - 1, first_tile));
 #pragma unroll 1
-        for (; tile >= end; --tile) next_tile(tile, factor);
+        for (; tile >= end; --tile) next_tile(tile);
         if (first > first_tile) close_sums(first + kTilesOfSum >= end_tile);
       }
     }
   }
 
   /// Ends an item and begins the next: its first Q K^T runs while this one's rows are written.
-  __device__ __forceinline__ bool end_and_begin(float factor) {
+  __device__ __forceinline__ bool end_and_begin() {
     const auto& task = tasks[taken % kTaskSlots][packed_index];
     const std::uint32_t slot = q.stage, tile = q_tile;
     const int unneeded = skipped_after;
@@ -554,7 +609,7 @@ struct Consumer {
     write(task, taken - 1, tile, totals, correction);
     products_wait<0>();
     pin(scores);
-    if (more) first_softmax(factor);
+    if (more) first_softmax();
     const std::uint32_t task_free = memory.task_free((taken - 1) % kTaskSlots);
     if constexpr (S::kMerges) arrive(task_free);  // every thread, for racecheck: all of them have read the state
     if (thread == 0) {                            // late, so that nobody waits for the copy engine
@@ -566,7 +621,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    const float factor = a.base.rules.scale * cuda::kLog2E;
     if (group == S::kGroups - 1) pass_token();
     bool more = fetch();
     if (more) {
@@ -577,12 +631,12 @@ struct Consumer {
       pass_token();
       products_wait<0>();
       pin(scores);
-      first_softmax(factor);
+      first_softmax();
     }
     // No product is in flight where branches meet: the assembler would serialise all of them.
     while (more) {
-      other_tiles(factor);
-      more = end_and_begin(factor);
+      other_tiles();
+      more = end_and_begin();
     }
     if (thread == 0) wait_stores();
   }

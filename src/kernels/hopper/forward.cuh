@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
     }
     // Stages are given back warp by warp: nothing is assumed about warps of a group ending together.
     for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {
-      barrier_init(memory.key_full(stage), 1);
+      barrier_init(memory.key_full(stage), S::kExtras && a.base.rules.key_mask ? 2 : 1);
+      if constexpr (S::kExtras) barrier_init(memory.value_clean(stage), 1);
       barrier_init(memory.value_full(stage), 1);
       barrier_init(memory.key_free(stage), 4 * S::kGroups);
       barrier_init(memory.value_free(stage), 4 * S::kGroups);
@@ -70,21 +71,39 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
 /// Head dims between those instantiated run with columns of zeros, which are in no tensor.
 template <class T>
 cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cudaStream_t stream) {
-  const auto run = [&]<bool kMerges, int kColumns, int kGroups, int kKeys, int kStages>() {
-    using S = Shape<T, kMerges, kColumns, kGroups, kKeys, kStages>;
+  const auto run_shape = [&]<class S>() {
     return cuda::start<&forward<S>>(choice.blocks, S::kThreads, Memory<S>::kBytes, stream, launch);
+  };
+  const auto run = [&]<bool kMerges, int kColumns, int kGroups, int kKeys, int kStages>() {
+    return run_shape.template operator()<Shape<T, kMerges, kColumns, kGroups, kKeys, kStages>>();
   };
   const auto run_either = [&]<int kColumns, int kGroups, int kKeys, int kStages>() {
     return launch.base.schedule.merges ? run.template operator()<true, kColumns, kGroups, kKeys, kStages>()
                                        : run.template operator()<false, kColumns, kGroups, kKeys, kStages>();
   };
   const auto run_lists = [&]<int kColumns, int kKeys, int kStages, int kStreams, bool kPasses>() {
-    using S = Shape<T, false, kColumns, 2, kKeys, kStages, kStreams, true, kPasses>;
-    return cuda::start<&forward<S>>(choice.blocks, S::kThreads, Memory<S>::kBytes, stream, launch);
+    return run_shape.template operator()<Shape<T, false, kColumns, 2, kKeys, kStages, kStreams, true, kPasses>>();
   };
   const auto is = [&](int columns, int groups, int keys, int stages) {
     return choice.columns == columns && choice.groups == groups && choice.keys == keys && choice.stages == stages;
   };
+  if (choice.extras) {
+    const auto
+        run_extras = [&]<bool kMerges, int kColumns, int kGroups, int kKeys, int kStages, bool kLists = false>() {
+      return run_shape
+          .template operator()<Shape<T, kMerges, kColumns, kGroups, kKeys, kStages, 1, kLists, kLists, true>>();
+    };
+    const bool merges = launch.base.schedule.merges;
+    if (is(64, 2, 64, 4)) return run_extras.template operator()<false, 64, 2, 64, 4, true>();
+    if (is(128, 2, 64, 4)) return run_extras.template operator()<false, 128, 2, 64, 4, true>();
+    if (is(64, 3, 128, 4)) return run_extras.template operator()<false, 64, 3, 128, 4>();
+    if (is(64, 3, 128, 3)) return run_extras.template operator()<true, 64, 3, 128, 3>();
+    if (is(128, 3, 80, 3) && merges) return run_extras.template operator()<true, 128, 3, 80, 3>();
+    if (is(128, 3, 80, 3)) return run_extras.template operator()<false, 128, 3, 80, 3>();
+    if (is(256, 2, 48, 2) && merges) return run_extras.template operator()<true, 256, 2, 48, 2>();
+    if (is(256, 2, 48, 2)) return run_extras.template operator()<false, 256, 2, 48, 2>();
+    return cudaErrorInvalidValue;
+  }
   if (choice.lists) {
     if (is(64, 2, 64, 4) && choice.passes) return run_lists.template operator()<64, 64, 4, 2, true>();
     if (is(64, 2, 64, 4)) return run_lists.template operator()<64, 64, 4, 2, false>();

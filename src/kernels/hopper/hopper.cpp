@@ -35,10 +35,16 @@ bool is_whole(const cuda::Launch& base) {
          base.tensors.query_rows == base.tensors.tokens;
 }
 
+/// What plain calls do without.
+bool has_extras(const Plan& plan) {
+  return plan.problem().has_key_mask || plan.problem().has_alibi || plan.options().dropout > 0 ||
+         !(static_cast<float>(plan.scale()) > 0);
+}
+
 /// Whether uncovered rows are whole phases of every head, so that boxes of zeros fill them.
 bool fills_by_boxes(const ForwardArguments& a, const cuda::Launch& base) {
   const std::int64_t tokens = a.plan.problem().tokens;
-  if (a.plan.problem().head_dim > kWidestWithZeros || has_masks(a.plan)) return false;
+  if (a.plan.problem().head_dim > kWidestWithZeros || has_masks(a.plan) || has_extras(a.plan)) return false;
   if (!base.schedule.fill || base.schedule.merges || base.tensors.lengths || !is_whole(base)) return false;
   if (static_cast<double>(base.tensors.batch) * base.tensors.heads * static_cast<double>(tokens) > 1e9) return false;
   return std::all_of(a.plan.branches().begin(), a.plan.branches().end(), [&](const BranchPlan& branch) {
@@ -54,7 +60,7 @@ bool takes_turns(const Plan& plan) {
   if (plan.merges_branches()) return false;
   const Choice choice = choose(plan);
   if (plan.items(choice.groups * kGroupRows) <= kTurns * choice.packed * multiprocessors(problem)) return true;
-  if (plan.options().causal || problem.has_lengths || has_masks(plan)) return false;
+  if (plan.options().causal || problem.has_lengths || problem.has_key_mask || has_masks(plan)) return false;
   const auto strand = [&](const BranchPlan& b) { return std::min(b.segment, problem.tokens) / dilation_of(b); };
   return std::all_of(plan.branches().begin(), plan.branches().end(),
                      [&](const BranchPlan& branch) { return strand(branch) == strand(plan.branches()[0]); });
@@ -94,10 +100,7 @@ std::size_t workspace_bytes(const Plan& plan, Pass pass, int) {
 
 Verdict can_run(const Plan& plan, Pass pass) {
   if (pass == Pass::backward) return can_run_backward(plan);
-  if (Verdict verdict = fits(plan); !verdict.ok) return verdict;
-  if (!(static_cast<float>(plan.scale()) > 0))
-    return no("finds maxima before scaling: scale must be positive in float32, here it is {}", plan.scale());
-  return yes();
+  return fits(plan);
 }
 
 Verdict accepts_forward(const ForwardArguments& a) {
@@ -171,11 +174,19 @@ Choice choose(const Plan& plan) {
   const auto set = [&](int groups, int keys, int stages) {
     choice.groups = groups, choice.keys = keys, choice.stages = stages;
   };
+  choice.extras = has_extras(plan);
   for (const int columns : {48, 64, 96, 128, 192, 256}) {
+    if (choice.extras && columns != 64 && columns != 128 && columns != 256) continue;
     choice.columns = columns;
     if (problem.head_dim <= columns) break;
   }
   choice.lists = has_masks(plan);
+  if (choice.lists && choice.extras) {
+    choice.columns = problem.head_dim <= 64 ? 64 : 128;
+    choice.passes = true;
+    set(2, 64, 4);
+    return choice;
+  }
   if (choice.lists) {
     // Tiles of 128 rows, as few lists as the masks have. Narrow heads leave registers for two of them in a block.
     choice.columns = problem.head_dim <= 64 ? 64 : 128;
@@ -188,7 +199,8 @@ Choice choose(const Plan& plan) {
   if (choice.columns > 192) set(2, 48, 2);
   else if (choice.columns > 128) set(2, 80, 2);
   else if (choice.columns > 64) set(3, 80, 3);
-  else if (choice.strand <= kShortStrand || suits_wide_tiles(plan)) set(4, 64, plan.merges_branches() ? 4 : 6);
+  else if (!choice.extras && (choice.strand <= kShortStrand || suits_wide_tiles(plan)))
+    set(4, 64, plan.merges_branches() ? 4 : 6);
   else set(3, 128, plan.merges_branches() ? 3 : 4);
   // Branches that merge wait for one another, which strands of one block must not.
   if (!plan.merges_branches() && longest * 2 <= choice.groups * kGroupRows)
@@ -197,11 +209,11 @@ Choice choose(const Plan& plan) {
 }
 
 std::string to_string(const Choice& choice) {
-  return fmt::format("{} x {} tiles for strands of about {} rows{}{}, head dim as {}, {} stages",
+  return fmt::format("{} x {} tiles for strands of about {} rows{}{}, head dim as {}, {} stages{}",
                      choice.groups * kGroupRows, choice.keys, choice.strand,
                      choice.packed > 1 ? fmt::format(", {} to a tile", choice.packed) : "",
                      choice.lists ? fmt::format(" by lists of blocks, {} side by side", choice.streams) : "",
-                     choice.columns, choice.stages);
+                     choice.columns, choice.stages, choice.extras ? ", with options" : "");
 }
 
 const Kernel kKernel = {.name = "hopper-wgmma",

@@ -221,6 +221,11 @@ Verdict can_run_backward(const Plan& plan) {
   if (problem.head_dim > kWidestInOrder && plan.options().deterministic)
     return no("has deterministic gradients of head dims up to {}, here it is {}", kWidestInOrder, problem.head_dim);
   if (plan.options().detached_mix) return no("has no detached_mix");
+  if (!(static_cast<float>(plan.scale()) > 0))
+    return no("takes positive scales (in float32) in the backward, here it is {}", plan.scale());
+  if (problem.has_key_mask) return no("has no key_mask in the backward");
+  if (problem.has_alibi) return no("has no ALiBi in the backward");
+  if (plan.options().dropout > 0) return no("has no dropout in the backward, here it is {}", plan.options().dropout);
   if (has_masks(plan) && plan.options().deterministic)
     return no("has no block masks with gradients that repeat bit for bit");
   const std::int64_t rows = sum_rows(plan), columns = sum_columns(plan);

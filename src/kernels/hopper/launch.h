@@ -66,4 +66,11 @@ struct ListTask : Task {
   int entries[kNearEntries];  // the first of the list, as lists.cuh reads them
 };
 
+/// An item of a call with extras (extras.cuh).
+template <class Item>
+struct ExtrasTask : Item {
+  int first_tile;  // of keys: key_mask excludes all before it
+  float slope;     // of ALiBi, in base 2, for a step of the strand
+};
+
 }  // namespace longspan::hopper

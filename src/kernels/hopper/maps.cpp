@@ -165,11 +165,8 @@ Verdict fits(const Plan& plan) {
   if (problem.alignment < 16)
     return no("loads rows by the copy engine: addresses and strides must be multiples of 16 bytes, here of {}",
               problem.alignment);
-  if (problem.has_key_mask) return no("has no key_mask");
   if (Verdict verdict = fits_masks(plan); !verdict.ok) return verdict;
-  if (problem.has_alibi) return no("has no ALiBi");
   if (problem.has_pieces) return no("takes keys in one piece");
-  if (plan.options().dropout > 0) return no("has no dropout, here it is {}", plan.options().dropout);
   if (problem.query_rows > kMost) return no("counts rows in 32 bits, there are {}", problem.query_rows);
   int maps = 0;
   for (const BranchPlan& branch : plan.branches()) maps += maps_of(branch, problem);

@@ -2,6 +2,7 @@
 // covers.
 #pragma once
 
+#include "kernels/hopper/extras.cuh"
 #include "kernels/hopper/lists.cuh"
 #include "kernels/hopper/shape.cuh"
 
@@ -90,16 +91,36 @@ struct Producer {
     task.length = length;
     task.position = strand.start + first * strand.stride;
     task.padding = branch.padding(strand.count, length, a.base.rules.causal);
+    if constexpr (S::kExtras)
+      task.slope = a.base.rules.alibi
+                       ? a.base.rules.alibi[item.head * a.base.rules.alibi_head] * (cuda::kLog2E * strand.stride)
+                       : 0.0f;
+  }
+  /// Leaves out the tiles before the first and after the last key that key_mask allows, by a warp. One tile remains.
+  __device__ __forceinline__ void trim(typename S::Item& task, int lane) const {
+    const MaskedKeys keys(a.base, task);
+    const int count = task.keys, rows = task.first_query + task.rows;
+    if (task.tiles == 0) return;
+    const int end = keys.end_of_allowed(lane), first = end > 0 ? keys.first_allowed(lane) : 0;
+    if (lane == 0) {
+      const int end_tile = max(1, ((a.base.rules.causal ? min(end, rows) : end) + S::kKeys - 1) / S::kKeys);
+      task.keys = end;
+      task.first_tile = min(first / S::kKeys, end_tile - 1);
+      task.tiles = end_tile - task.first_tile;
+    }
   }
   /// Looks for work from `item` on: one item of the table, or several whose strands are short, by a thread each.
   __device__ __forceinline__ void find(unsigned& item, typename S::Item* task, int lane) const {
     for (;; item = next_item(item, lane)) {
       const bool none = item * a.packed >= a.items;
       int tiles = 0, below = 0, total = 0;
-      if (lane < a.packed) {
-        describe(item * a.packed + lane, task[lane]);
-        tiles = task[lane].tiles;
+      if (lane < a.packed) describe(item * a.packed + lane, task[lane]);
+      if constexpr (S::kExtras && !S::kLists) {
+        __syncwarp();
+        for (int i = 0; i < a.packed && a.base.rules.key_mask; ++i) trim(task[i], lane);
+        __syncwarp();
       }
+      if (lane < a.packed) tiles = task[lane].tiles;
       for (int i = 0; i < a.packed; ++i) {
         const int others = __shfl_sync(~0u, tiles, i);
         if (i < lane) below += others;
@@ -245,19 +266,22 @@ struct Producer {
 
   /// A place in the stream of tiles: from the last item's last to the first item's first.
   struct Cursor {
-    const Task* task;
-    int left, tile;
-    __device__ __forceinline__ Cursor(const Task* first, int packed) : task(first + packed), left(packed), tile(0) {
+    using Item = typename S::Item;
+    const Item* task;
+    int left, tile, first_tile = 0;
+    __device__ __forceinline__ Cursor(const Item* first, int packed) : task(first + packed), left(packed), tile(0) {
       advance();
     }
     __device__ __forceinline__ void advance() {
       --tile;
-      while (tile < 0 && left > 0) {
+      while (tile < first_tile && left > 0) {
         --left;
         --task;
-        tile = task->tiles - 1;
+        if constexpr (S::kExtras) first_tile = task->first_tile;
+        tile = first_tile + task->tiles - 1;
       }
     }
+    __device__ __forceinline__ int first_key() const { return tile * S::kKeys; }
   };
   __device__ __forceinline__ void load_keys(const CUtensorMap* maps, std::uint32_t target, std::uint32_t full,
                                             const Task& task, int first_key) const {
@@ -269,7 +293,7 @@ struct Producer {
   }
   __device__ __forceinline__ void load_tile(const CUtensorMap* maps, std::uint32_t target, std::uint32_t full,
                                             const Cursor& at) const {
-    load_keys(maps, target, full, *at.task, at.tile * S::kKeys);
+    load_keys(maps, target, full, *at.task, at.first_key());
   }
 
   __device__ __forceinline__ void load() const {
@@ -279,7 +303,7 @@ struct Producer {
     const int rows_each = S::kRows / a.packed;
     for (;; q.advance(), ready.advance()) {
       wait(memory.task_full(ready.stage), ready.parity);
-      const Task* const task = tasks[ready.stage];
+      const typename S::Item* const task = tasks[ready.stage];
       const int tiles = task[0].tiles < 0 ? -1 : task[0].above + task[0].tiles;
       const std::uint32_t full = memory.query_full(q.stage);
       wait(memory.query_free(q.stage), q.parity);
@@ -288,7 +312,7 @@ struct Producer {
         return;
       }
       arrive_and_expect(full, S::kQueryBytes);
-      const Task* own = task;
+      const typename S::Item* own = task;
       std::uint32_t target = memory.queries(q.stage);
 #pragma unroll 1
       for (int group = 0, row = 0; group < S::kGroups; ++group, row += kGroupRows) {
@@ -425,6 +449,48 @@ struct Producer {
     }
   }
 
+  /// Turns key_mask into bits beside each stage of K, and overwrites the values of excluded keys with zeros. Bytes of a
+  /// tile are asked for while the tile before it is worked on.
+  __device__ __forceinline__ void mask_keys(int lane) const {
+    Ring<S::kStages> k{0, 1}, v;
+    Ring<kTaskSlots> ready;
+    for (;; ready.advance()) {
+      wait(memory.task_full(ready.stage), ready.parity);
+      const typename S::Item* const task = tasks[ready.stage];
+      int tiles = task[0].tiles;
+      if (tiles < 0) return;
+      const auto mask_tiles = [&](auto at, const auto& task_of) {
+        typename TileBits<S>::Bytes bytes(a.base, task_of(at), at.first_key(), lane);
+#pragma unroll 1
+        for (; tiles > 0; --tiles) {
+          const TileBits<S> bits(bytes);
+          if (tiles > 1) {
+            at.advance();
+            bytes = typename TileBits<S>::Bytes(a.base, task_of(at), at.first_key(), lane);
+          }
+          wait(memory.key_free(k.stage), k.parity);
+          if (lane == 0) {
+            bits.store(memory.key_bits(k.stage));
+            arrive(memory.key_full(k.stage));
+          }
+          k.advance();
+          wait(memory.value_full(v.stage), v.parity);
+          bits.clear_excluded(memory.values(v.stage), lane);
+          fence_shared();
+          __syncwarp();
+          if (lane == 0) arrive(memory.value_clean(v.stage));
+          v.advance();
+        }
+      };
+      if constexpr (S::kLists) {
+        mask_tiles(ListCursor<S>(task[0]), [&](const auto&) -> const typename S::Item& { return task[0]; });
+      } else {
+        tiles += task[0].above;
+        mask_tiles(Cursor(task, a.packed), [](const auto& at) -> const typename S::Item& { return *at.task; });
+      }
+    }
+  }
+
   /// Zeros to the phases that no strand has, by boxes; few at a time, since loads share the copy engine.
   __device__ __forceinline__ void fill_boxes() const {
     const int rows = a.base.tensors.tokens;
@@ -487,7 +553,7 @@ struct Producer {
 
   /// One warp of a stream's.
   __device__ __forceinline__ void run(int warp) const {
-    constexpr unsigned kFirstFill = S::kMerges || S::kSplitsLoads ? 3 : 2, kFillWarps = 4 - kFirstFill;
+    constexpr unsigned kFirstFill = S::kMerges || S::kSplitsLoads ? 3 : 2, kFillWarps = S::kExtras ? 1 : 4 - kFirstFill;
     const int lane = threadIdx.x % kWarpThreads;
     if (warp == 0) {
       if constexpr (S::kSplitsLoads) {
@@ -499,7 +565,12 @@ struct Producer {
       }
     } else if (warp == 1) {
       schedule(lane);
-      if constexpr (S::kStreams > 1) fill_rows(worker(), workers());  // no warp is left for it
+      if (S::kStreams > 1 || (S::kExtras && kFirstFill == 3 && a.base.rules.key_mask))
+        fill_rows(worker(), workers());  // no warp is left for it
+    } else if (S::kExtras && warp == 3 && (a.base.rules.key_mask || kFirstFill == 2)) {
+      if constexpr (S::kExtras) {
+        if (a.base.rules.key_mask) mask_keys(lane);
+      }
     } else if (S::kSplitsLoads && warp == 2) {
       if constexpr (S::kSplitsLoads) {
         if (lane == 0) load_listed_values();

@@ -17,14 +17,15 @@ inline constexpr int kTaskSlots = 4;
 /// kStreams: items that a block works on side by side, each with groups and shared memory of its own.
 /// kLists: keys are those that lists of a block mask name (lists.cuh). kPasses: the groups of an item have blocks of
 /// their own, and hand on those that only others see.
+/// kExtras: key_mask, ALiBi, scales that are not positive, dropout (extras.cuh), as the call says.
 template <class T, bool kMergesValue, int kColumnsValue, int kGroupsValue, int kKeysValue, int kStagesValue,
-          int kStreamsValue = 1, bool kListsValue = false, bool kPassesValue = false>
+          int kStreamsValue = 1, bool kListsValue = false, bool kPassesValue = false, bool kExtrasValue = false>
 struct Shape {
   using Element = T;
   static constexpr bool kMerges = kMergesValue;
   static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
   static constexpr int kStreams = kStreamsValue, kAllGroups = kGroups * kStreams;
-  static constexpr bool kLists = kListsValue, kPasses = kPassesValue;
+  static constexpr bool kLists = kListsValue, kPasses = kPassesValue, kExtras = kExtrasValue;
   // Lists: a warp loads Q and K, another V, where streams leave one; what they keep takes registers from the consumers.
   static constexpr bool kSplitsLoads = kLists && kStreams == 1;
   static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kAllGroups + 1);
@@ -41,13 +42,14 @@ struct Shape {
   // Tiles that a group hands on without need before its own; whether it may still hold a stage of V meanwhile.
   static constexpr int kMostSkipped = ((kGroups - 1) * kGroupRows + kKeys - 1) / kKeys;
   static constexpr bool kSkipsHolding = kMostSkipped < kStages;
-  static constexpr bool kHasZeros = !kMerges && !kLists && kColumns <= kWidestWithZeros;
+  static constexpr bool kHasZeros = !kMerges && !kLists && !kExtras && kColumns <= kWidestWithZeros;
   // What earlier branches left of an item's rows is brought to shared memory where there is room. Rows are kept apart
   // by 32 bytes, so that four of them are in different banks.
   static constexpr bool kHoldsState = kMerges && kColumns <= 64;
   static constexpr std::uint32_t kStateRow = kColumns * 4 + 32;
   static constexpr int kTotals = total_floats(kColumns);
-  using Item = std::conditional_t<kLists, ListTask, Task>;
+  using PlainItem = std::conditional_t<kLists, ListTask, Task>;
+  using Item = std::conditional_t<kExtras, ExtrasTask<PlainItem>, PlainItem>;
   using Tasks = Item[kTaskSlots][kMerges || kLists ? 1 : kGroups];
   using Notes = int[kLists ? kStages : 1];
   /// How rows of an item are shared between branches: maximum and sum that earlier ones left, and whether there are
@@ -63,9 +65,11 @@ template <class S>
 struct Memory {
   static constexpr std::uint32_t kZeros = S::kHasZeros ? kGroupRows * 128 : 0;
   static constexpr std::uint32_t kState = S::kHoldsState ? S::kRows * S::kStateRow : 0;
-  static constexpr std::uint32_t kBarriers = 8 * (2 * S::kQuerySlots + 4 * S::kStages + 3 * kTaskSlots);
+  static constexpr std::uint32_t kBarriers =
+      8 * (2 * S::kQuerySlots + (S::kExtras ? 5 : 4) * S::kStages + 3 * kTaskSlots);
+  static constexpr std::uint32_t kBits = S::kExtras ? 16 * S::kStages : 0;
   static constexpr std::uint32_t kUsed =
-      S::kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kState + kBarriers;
+      S::kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kState + kBits + kBarriers;
   static constexpr std::uint32_t kStream = (kUsed + 1023) / 1024 * 1024;  // from a stream to the next
   static constexpr int kBytes = static_cast<int>(1024 + (S::kStreams - 1) * kStream + kUsed);
   std::uint32_t base;
@@ -80,7 +84,11 @@ struct Memory {
     return zeros() + kZeros + row * S::kStateRow;
   }
   __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const {
-    return zeros() + kZeros + kState + 8 * index;
+    return zeros() + kZeros + kState + kBits + 8 * index;
+  }
+  /// What key_mask says of a stage of K: a word for each of the four pairs of columns that threads have.
+  __device__ __forceinline__ std::uint32_t key_bits(std::uint32_t stage) const {
+    return zeros() + kZeros + kState + 16 * stage;
   }
   __device__ __forceinline__ std::uint32_t query_full(std::uint32_t slot) const { return barrier(slot); }
   __device__ __forceinline__ std::uint32_t query_free(std::uint32_t slot) const {
@@ -98,6 +106,10 @@ struct Memory {
   __device__ __forceinline__ std::uint32_t key_free(std::uint32_t stage) const { return ring(1, stage); }
   __device__ __forceinline__ std::uint32_t value_full(std::uint32_t stage) const { return ring(2, stage); }
   __device__ __forceinline__ std::uint32_t value_free(std::uint32_t stage) const { return ring(3, stage); }
+  /// Where key_mask excludes keys: a stage of V is loaded, and zero where it does.
+  __device__ __forceinline__ std::uint32_t value_clean(std::uint32_t stage) const {
+    return ring(4, 3 * kTaskSlots + stage);
+  }
 };
 
 /// A place in a ring of kStages buffers and how often it went round.

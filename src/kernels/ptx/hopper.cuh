@@ -135,6 +135,11 @@ __device__ __forceinline__ float2 load_pair(std::uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "r"(address));
   return value;
 }
+__device__ __forceinline__ std::uint32_t load_word(std::uint32_t address) {
+  std::uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ uint4 load_words(std::uint32_t address) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n"

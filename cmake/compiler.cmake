@@ -12,8 +12,10 @@ if(PROJECT_IS_TOP_LEVEL AND NOT DEFINED CMAKE_CXX_COMPILER_LAUNCHER)
   find_program(LONGSPAN_CCACHE ccache)
   mark_as_advanced(LONGSPAN_CCACHE)
   if(LONGSPAN_CCACHE)
-    set(CMAKE_CXX_COMPILER_LAUNCHER "${LONGSPAN_CCACHE}")
-    set(CMAKE_CUDA_COMPILER_LAUNCHER "${LONGSPAN_CCACHE}")
+    # Builds in other folders, such as pip's, find the objects of this one: paths count from the sources.
+    set(longspan_ccache ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${LONGSPAN_CCACHE})
+    set(CMAKE_CXX_COMPILER_LAUNCHER ${longspan_ccache})
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${longspan_ccache})
   endif()
 endif()
 

@@ -14,6 +14,8 @@ option(LONGSPAN_BUILD_PYTHON "Build the Python module (pip install . turns this 
 option(LONGSPAN_INSTALL "Make install rules" ${longspan_whole})
 option(LONGSPAN_WARNINGS_AS_ERRORS "Warnings stop the build" OFF)
 option(LONGSPAN_FETCH_DEPENDENCIES "Download dependencies that find_package does not find" OFF)
+set(LONGSPAN_SOURCE_COMMIT "" CACHE STRING "Commit to report; empty: that of the git checkout")
+mark_as_advanced(LONGSPAN_SOURCE_COMMIT)
 set(LONGSPAN_SANITIZE "" CACHE STRING "Sanitizers: empty, address,undefined or thread")
 set_property(CACHE LONGSPAN_SANITIZE PROPERTY STRINGS "" "address,undefined" "thread")
 

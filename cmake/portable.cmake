@@ -7,8 +7,9 @@ if(LONGSPAN_GLIBC_STUBS)
   set_target_properties(longspan_old_glibc PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_link_libraries(longspan_old_glibc PRIVATE longspan_build_flags)
   target_sources(longspan_portable INTERFACE $<TARGET_OBJECTS:longspan_old_glibc>)
-  # Before 2.34 threads were a library of their own. libgcc_s is on every system and asks for the newer glibc of this one.
-  target_link_libraries(longspan_portable INTERFACE -lpthread)
+  # Before 2.34 threads were a library of their own. libgcc_s is on every system, but the arithmetic that older ones lack comes
+  # from libgcc.a; it also asks for the newer glibc of this system.
+  target_link_libraries(longspan_portable INTERFACE -lpthread -lgcc)
   target_link_options(longspan_portable INTERFACE -B${LONGSPAN_GLIBC_STUBS} -static-libstdc++
                       -Wl,--allow-shlib-undefined -Wl,--exclude-libs,ALL)
 endif()

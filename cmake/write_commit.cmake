@@ -2,7 +2,9 @@
 # alone, so nothing recompiles until the commit changes.
 set(LONGSPAN_COMMIT unknown)
 find_program(GIT git)
-if(GIT)
+if(SOURCE_COMMIT) # of a source distribution, which is no checkout
+  set(LONGSPAN_COMMIT ${SOURCE_COMMIT})
+elseif(GIT)
   execute_process(
     COMMAND ${GIT} -C ${SOURCE_DIR} rev-parse --show-toplevel
     OUTPUT_VARIABLE top

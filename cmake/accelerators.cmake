@@ -2,6 +2,7 @@
 # LONGSPAN_WITH_MPI, by which src/ chooses source files and
 # scripts/test.sh says what was left out.
 set(LONGSPAN_WITH_CUDA OFF CACHE INTERNAL "")
+set(LONGSPAN_WITH_HOPPER OFF)
 if(NOT LONGSPAN_CUDA STREQUAL "OFF")
   find_package(CUDAToolkit 12.4 QUIET)
   if(CUDAToolkit_FOUND AND NOT CMAKE_CUDA_COMPILER)
@@ -12,6 +13,9 @@ if(NOT LONGSPAN_CUDA STREQUAL "OFF")
     # Machine code for Ampere and Hopper; PTX of the latter, which drivers compile for everything newer.
     set(LONGSPAN_CUDA_ARCHITECTURES "80-real;90" CACHE STRING "GPU architectures, as CMAKE_CUDA_ARCHITECTURES")
     set(CMAKE_CUDA_ARCHITECTURES ${LONGSPAN_CUDA_ARCHITECTURES})
+    if(LONGSPAN_CUDA_ARCHITECTURES MATCHES "(^|;)90")
+      set(LONGSPAN_WITH_HOPPER ON)
+    endif()
     # The run time is linked statically and loads the driver itself: one binary for machines with and without a GPU.
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
     enable_language(CUDA)

@@ -75,11 +75,41 @@ require_build_packages() {
     fail "cmake $version is too old: 3.25 or newer is needed ($(command -v cmake))"
 }
 
+# choose_cuda yes|auto: sets cuda_arguments, what CMake is told about CUDA. GPU kernels take longer to compile than all else
+# together, so they are compiled for the GPUs of this machine only, unless all were asked for (yes).
+cuda_arguments=()
+choose_cuda() {
+  cuda_arguments=(-DLONGSPAN_CUDA=OFF)
+  local code codes=()
+  if [[ $1 == yes ]]; then
+    cuda_arguments=(-DLONGSPAN_CUDA=ON -ULONGSPAN_CUDA_ARCHITECTURES)
+    return
+  fi
+  for code in $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u); do
+    [[ $code =~ ^[0-9]+$ ]] && codes+=("$code-real")
+  done
+  local nvcc
+  nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+  if ((${#codes[@]} == 0)); then leave_out "GPU kernels: there is no NVIDIA GPU here (--cuda compiles them all the same)"
+  elif ! have "$nvcc"; then leave_out "GPU kernels: there is no CUDA toolkit here (12.4 or newer; nvcc on PATH)"
+  else
+    # A GPU that is newer than the toolkit compiles the newest kernels for itself, from their PTX.
+    for code in "${codes[@]}"; do
+      if ! "$nvcc" --list-gpu-code | grep -qx "sm_${code%-real}"; then
+        cuda_arguments=(-DLONGSPAN_CUDA=ON -ULONGSPAN_CUDA_ARCHITECTURES)
+        return
+      fi
+    done
+    cuda_arguments=(-DLONGSPAN_CUDA=ON "-DLONGSPAN_CUDA_ARCHITECTURES=$(IFS=';' && echo "${codes[*]}")")
+    say "GPU kernels for the GPUs of this machine only: ${codes[*]%-real} (--cuda compiles them for all)"
+  fi
+}
+
 # configure_and_build PRESET [TARGET...]: incremental; the output goes to stderr, since stdout belongs to the command.
 configure_and_build() {
   local preset=$1
   shift
-  (cd "$repository" && cmake --preset "$preset" && cmake --build --preset "$preset" --target "${@:-all}") >&2
+  (cd "$repository" && cmake --preset "$preset" "${cuda_arguments[@]}" && cmake --build --preset "$preset" --target "${@:-all}") >&2
 }
 
 # has_part PRESET PART: whether that build found CUDA or MPI.

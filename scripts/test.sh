@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds Longspan and runs its tests: C++ by ctest, Python by pytest. Arguments:
 #   --preset NAME   which build to test: ci (default), dev, release, cuda, asan, tsan
+#   --cuda          compile the GPU kernels without a GPU here, too, and for all GPUs
 #   --no-python     leave the Python module and its tests out
 #   --all           the slow tests, too
 #   others go to ctest, for example -R pattern or -L install; Python is then left out
@@ -10,6 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 preset=ci
 python=yes
+cuda=auto
 labels=(--label-exclude slow)
 markers=(-m "not slow")
 ctest_arguments=()
@@ -22,6 +24,7 @@ while (($#)); do
       ;;
     --preset=*) preset=${1#*=} ;;
     --no-python) python=no ;;
+    --cuda) cuda=yes ;;
     --all)
       labels=()
       markers=()
@@ -37,6 +40,7 @@ done
 # Python runs the ordinary build only: a sanitized module needs a sanitized interpreter.
 case $preset in
   asan | tsan) python=no ;;
+  cuda) cuda=yes ;;
 esac
 ((${#ctest_arguments[@]})) && python=no
 
@@ -61,13 +65,19 @@ END
   install_torch || leave_out "tests against torch (torch could not be installed)"
   pip_install safetensors || leave_out "tests of the training example (safetensors could not be installed)"
   pip_install mypy pyright || leave_out "type checkers on the manual's Python (mypy or pyright could not be installed)"
-  # Without a GPU the CUDA engine can only be compiled, which the build above has done: the module leaves it out.
-  local cuda=AUTO
-  command -v nvidia-smi >/dev/null || cuda=OFF
-  CMAKE_ARGS="${CMAKE_ARGS:-} -DLONGSPAN_CUDA=$cuda" pip_install --no-build-isolation --no-deps --force-reinstall .
+  # The build type and flags of the build above, so that ccache has its objects. Without a GPU the CUDA engine can only be
+  # compiled, which that build did if asked: the module leaves it out.
+  local type flags left_out=()
+  choose_cuda auto 2>/dev/null
+  type=$(cached CMAKE_BUILD_TYPE)
+  flags=CMAKE_CXX_FLAGS_${type^^}
+  CMAKE_ARGS="${CMAKE_ARGS:-} ${cuda_arguments[*]} -D$flags='$(cached "$flags")' \
+-DLONGSPAN_WARNINGS_AS_ERRORS=$(cached LONGSPAN_WARNINGS_AS_ERRORS)" pip_install --no-build-isolation --no-deps \
+    --force-reinstall --config-settings=cmake.build-type="$type" .
   build/venv/bin/python -m pytest -q "${markers[@]}" python/tests
   check_machine_code
 }
+cached() { sed -n "s/^$1:[A-Z]*=//p" "build/$preset/CMakeCache.txt"; } # a setting of that build
 # torch from PyPI brings CUDA libraries on x86-64 (several GB); LONGSPAN_TORCH_INDEX names another index, such as torch's own
 # of CPU-only builds, to spare them.
 install_torch() {
@@ -104,10 +114,12 @@ compile_with_clang() {
 
 require_build_packages
 install_mpi
+case $preset in
+  asan | tsan) ;;
+  *) choose_cuda $cuda ;;
+esac
 configure_and_build "$preset"
-for part in CUDA MPI; do
-  has_part "$preset" "$part" || leave_out "$part (not found)"
-done
+has_part "$preset" MPI || leave_out "MPI (not found)"
 
 if [[ $preset == ci ]] && ((${#ctest_arguments[@]} == 0)); then compile_with_clang; fi
 

@@ -13,111 +13,28 @@ from ._named import name_arguments
 
 name_arguments()  # before anything else takes functions of the compiled module
 
-from . import device_memory, host_memory, plan_cache
+from . import _errors, _inspect, _operator, _patterns, device_memory, host_memory, plan_cache
 from ._communicator import Communicator
-from ._errors import (
-    Cancelled,
-    CommError,
-    CudaError,
-    Error,
-    InvalidArgument,
-    LongspanWarning,
-    OutOfMemory,
-    Unsupported,
-)
-from ._longspan import (
-    Attention,
-    BlockMask,
-    BlockPattern,
-    Options,
-    Pattern,
-    Plan,
-    Ring,
-    RingHalo,
-    Shards,
-    local_ring,
-    nccl_id,
-    nccl_ring,
-    num_threads,
-    set_num_threads,
-)
+from ._errors import *
+from ._inspect import *
+from ._longspan import Attention, BlockMask, BlockPattern, Options, Pattern, Plan, Ring, RingHalo, Shards
 from ._longspan import commit as _commit
+from ._longspan import local_ring, nccl_id, nccl_ring, num_threads, set_num_threads
 from ._longspan import version as _version
-from ._operator import attention, attention_backward
-from ._inspect import adaptive_mask, attention_blocks, attention_received
-from ._patterns import (
-    adaptive,
-    bigbird,
-    block_sparse,
-    dense,
-    dilated,
-    dilated_sparse,
-    draw,
-    global_local,
-    hierarchical,
-    info,
-    kernels,
-    local_window,
-    longformer,
-    longnet,
-    plan,
-    random_blocks,
-    strided,
-)
+from ._operator import *
+from ._patterns import *
 
 __version__: str = _version()
 __commit__: str = _commit()
 
 __all__ = [
-    "Attention",
-    "BlockMask",
-    "BlockPattern",
-    "Cancelled",
-    "CommError",
-    "Communicator",
-    "CudaError",
-    "Error",
-    "InvalidArgument",
-    "LongspanWarning",
-    "Options",
-    "OutOfMemory",
-    "Pattern",
-    "Plan",
-    "Ring",
-    "RingHalo",
-    "Shards",
-    "Unsupported",
-    "adaptive",
-    "adaptive_mask",
-    "attention",
-    "attention_backward",
-    "attention_blocks",
-    "attention_received",
-    "bigbird",
-    "block_sparse",
-    "dense",
-    "device_memory",
-    "dilated",
-    "dilated_sparse",
-    "draw",
-    "global_local",
-    "hierarchical",
-    "host_memory",
-    "info",
-    "kernels",
-    "local_ring",
-    "nccl_id",
-    "nccl_ring",
-    "local_window",
-    "longformer",
-    "longnet",
-    "num_threads",
-    "plan",
-    "plan_cache",
-    "random_blocks",
-    "set_num_threads",
-    "strided",
-]
+    "Attention", "BlockMask", "BlockPattern", "Communicator", "Options", "Pattern", "Plan", "Ring", "RingHalo", "Shards",
+    "device_memory", "host_memory", "local_ring", "nccl_id", "nccl_ring", "num_threads", "plan_cache", "set_num_threads",
+]  # fmt: skip
+__all__ += _errors.__all__
+__all__ += _inspect.__all__
+__all__ += _operator.__all__
+__all__ += _patterns.__all__
 
 
 def __getattr__(name: str):

@@ -7,6 +7,11 @@ import sys
 import warnings
 from collections.abc import Mapping
 
+__all__ = [
+    "Cancelled", "CommError", "CudaError", "Error", "InvalidArgument", "LongspanWarning", "OutOfMemory",
+    "Unsupported",
+]  # fmt: skip
+
 
 class Error(Exception):
     """Base of every error of the library."""

@@ -14,6 +14,8 @@ from ._longspan import BlockMask, BlockPattern, Pattern
 from ._operator import Array, call_data, check_arrays, is_torch, new_array, placement, prepared, rows_of
 from ._patterns import compiled
 
+__all__ = ["adaptive_mask", "attention_blocks", "attention_received"]
+
 
 def _like(array: np.ndarray, q: Any) -> Any:
     if not is_torch(q):

@@ -15,6 +15,8 @@ from ._longspan import Attention, BlockPattern, Pattern
 from ._named import choice, flag
 from ._patterns import compiled, whole_seed
 
+__all__ = ["attention", "attention_backward"]
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 

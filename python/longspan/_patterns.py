@@ -26,6 +26,11 @@ from ._longspan import (
     why_no_gpu,
 )
 
+__all__ = [
+    "adaptive", "bigbird", "block_sparse", "dense", "dilated", "dilated_sparse", "draw", "global_local",
+    "hierarchical", "info", "kernels", "local_window", "longformer", "longnet", "plan", "random_blocks", "strided",
+]  # fmt: skip
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 

@@ -221,7 +221,7 @@ def test_readme_snippet_runs_under_torchrun(tmp_path):
 
 
 def test_names_people_have():
-    assert ring_module.ALIASES["RingDilatedAttentionV2"] is RingDilatedAttention
+    assert ring_module.RingDilatedAttentionV2 is RingDilatedAttention
     import longspan.torch as package
 
     assert package.RingDilatedAttentionV2Collective is RingDilatedAttention

@@ -24,79 +24,24 @@ if tuple(int(part) for part in _torch.__version__.split("+")[0].split(".")[:2]) 
         "pip install --upgrade torch"
     )
 
-from .block_sparse import (
-    AdaptiveConfig,
-    BlockSparseAdaptive,
-    BlockSparseHierarchical,
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
-    HierarchicalConfig,
-    SparsePatternConfig,
-    create_block_sparse_attention,
-)
+from . import block_sparse as _block_sparse
+from . import flops as _flops  # registers its formulas
+from . import longnet as _longnet
+from . import ring as _ring
+from .block_sparse import *
 from .cache import DilatedCache
 from .dilated import DilatedAttention, ImprovedDilatedAttention
 from .factories import create_dilated_attention, create_multihead_dilated_attention
-from .longnet import (
-    DilatedTransformerDecoderLayer,
-    DilatedTransformerEncoderLayer,
-    LongNet,
-    LongNetCache,
-    LongNetLM,
-)
-from . import flops as _flops  # registers its formulas
+from .longnet import *
 from .multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from .operator import attention, attention_backward
-from .ring import (
-    ALIASES as _RING_ALIASES,
-)
-from .ring import (
-    RingAdvancedDistributedDilatedAttention,
-    RingAttentionConfig,
-    RingDilatedAttention,
-    RingDilatedAttentionProduction,
-    RingMonitor,
-    RingMultiheadDilatedAttention,
-    RingReport,
-    create_production_ring_attention,
-    shard,
-    unshard,
-)
-
-globals().update(_RING_ALIASES)
+from .ring import *
 
 __all__ = [
-    "AdaptiveConfig",
-    "BlockSparseAdaptive",
-    "BlockSparseHierarchical",
-    "BlockSparseRingDilatedAttention",
-    "BlockSparseRingMultiheadDilatedAttention",
-    "DilatedAttention",
-    "DilatedCache",
-    "DilatedTransformerDecoderLayer",
-    "DilatedTransformerEncoderLayer",
-    "HierarchicalConfig",
-    "ImprovedDilatedAttention",
-    "ImprovedMultiheadDilatedAttention",
-    "LongNet",
-    "LongNetCache",
-    "LongNetLM",
-    "MultiheadDilatedAttention",
-    "RingAdvancedDistributedDilatedAttention",
-    "RingAttentionConfig",
-    "RingDilatedAttention",
-    "RingDilatedAttentionProduction",
-    "RingMonitor",
-    "RingMultiheadDilatedAttention",
-    "RingReport",
-    "attention",
-    "attention_backward",
-    "create_production_ring_attention",
-    "shard",
-    "unshard",
-    *_RING_ALIASES,
-    "SparsePatternConfig",
-    "create_block_sparse_attention",
-    "create_dilated_attention",
+    "DilatedAttention", "DilatedCache", "ImprovedDilatedAttention", "ImprovedMultiheadDilatedAttention",
+    "MultiheadDilatedAttention", "attention", "attention_backward", "create_dilated_attention",
     "create_multihead_dilated_attention",
-]
+]  # fmt: skip
+__all__ += _block_sparse.__all__
+__all__ += _longnet.__all__
+__all__ += _ring.__all__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,20 +15,26 @@ from .._inspect import adaptive_mask, attention_blocks
 from .._named import choice, flag
 from .._longspan import BlockMask, BlockPattern, Pattern
 from .._patterns import dilated, draw
-from .multihead import MultiheadDilatedAttention
+from .multihead import Branches, Heads, Layers, MultiheadDilatedAttention
 from .operator import attention
 from .options import (
-    accept_pool_arguments,
     at_least,
     check_dropout,
     finite,
     integer,
     integers,
     key_mask,
+    made_from,
     require_tensors,
     warn_once,
 )
 from .ring_calls import RingArguments, RingCalls
+
+__all__ = [
+    "AdaptiveConfig", "BlockSparseAdaptive", "BlockSparseHierarchical", "BlockSparseRingDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttention", "HierarchicalConfig", "SparsePatternConfig",
+    "create_block_sparse_attention",
+]  # fmt: skip
 
 _PATTERN_TYPES = (
     "dilated_sparse", "local_window", "local", "global_local", "longformer", "strided", "hierarchical", "random", "bigbird",
@@ -94,6 +100,54 @@ class AdaptiveConfig:
             warn_once("adaptive", f"AdaptiveConfig: {names} have no effect: blocks are ranked by their means")
 
 
+SparseConfig: TypeAlias = "SparsePatternConfig | Mapping[str, Any] | None"
+
+
+@dataclass
+class _Placed:
+    device: Any = field(default=None, kw_only=True)
+    dtype: Any = field(default=None, kw_only=True)
+
+
+@dataclass
+class _BlockSparseArguments(_Placed, Branches):
+    sparse_config: SparseConfig = None
+    dropout: float = 0.0
+    compose: bool = False
+    ring_size: int | None = None
+
+
+@dataclass
+class _HierarchicalArguments(_Placed, Branches):
+    hierarchical_config: HierarchicalConfig | Mapping[str, Any] | None = None
+    sparse_config: SparseConfig = None
+    dropout: float = 0.0
+    num_heads: int | None = None
+    head_dim: int | None = None
+    ring_size: int | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class _AdaptiveArguments(_Placed, Branches):
+    num_heads: int
+    head_dim: int
+    adaptive_config: AdaptiveConfig | Mapping[str, Any] | None = None
+    sparse_config: SparseConfig = None
+    dropout: float = 0.0
+    ring_size: int | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class _Sparse:
+    sparse_config: SparseConfig = None
+
+
+@dataclass
+class _MultiheadArguments(Layers, _Sparse, Branches, Heads):
+    compose: bool = False
+    ring_size: int | None = None
+
+
 def _config(kind: type, given: Any, name: str) -> Any:
     """A config object, from one, a mapping of its fields, or nothing."""
     if given is None:
@@ -117,6 +171,17 @@ def _fraction(name: str, value: float, *, zero: bool = False) -> float:
     return result
 
 
+def _kept(name: str, pruned: float) -> float:
+    """Of a fraction of blocks pruned."""
+    if _fraction(name, pruned, zero=True) == 1:
+        raise InvalidArgument(f"{name} is 1: nothing would be kept; give less", name)
+    return 1.0 - pruned
+
+
+def _small_blocks(sparse_config: Any) -> int:
+    return 64 if sparse_config is None else _config(SparsePatternConfig, sparse_config, "sparse_config").block_size
+
+
 def _block_size(value: int) -> int:
     size = integer("block_size", value)
     if size not in _BLOCK_SIZES:
@@ -129,20 +194,11 @@ class _BlockSparse(RingCalls, nn.Module):
     ring as RingDilatedAttention does: local ranks over the whole sequence, or the ranks of the process group, each with
     its own rows."""
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        block_size: int,
-        dropout: float,
-        ring_size: int | None,
-        pool_arguments: dict[str, Any],
-    ) -> None:
+    def __init__(self, arguments: Any, block_size: int) -> None:
         nn.Module.__init__(self)
-        accept_pool_arguments(type(self).__name__, pool_arguments)
-        self._init_ring(RingArguments(1 if ring_size is None else ring_size))
-        self.segment_lengths = integers("segment_lengths", segment_lengths)
-        self.dilation_rates = integers("dilation_rates", dilation_rates)
+        self._init_ring(RingArguments(1 if arguments.ring_size is None else arguments.ring_size))
+        self.segment_lengths = integers("segment_lengths", arguments.segment_lengths)
+        self.dilation_rates = integers("dilation_rates", arguments.dilation_rates)
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise InvalidArgument(
                 f"segment_lengths has {len(self.segment_lengths)} entries, dilation_rates has "
@@ -150,7 +206,7 @@ class _BlockSparse(RingCalls, nn.Module):
                 "dilation_rates",
             )
         self.block_size = _block_size(block_size)
-        self.dropout = check_dropout("dropout", dropout)
+        self.dropout = check_dropout("dropout", arguments.dropout)
 
     def block_pattern(self, tokens: int) -> BlockPattern:
         """The blocks of a sequence."""
@@ -185,23 +241,12 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
     instead, group by group of the heads. dilated_sparse takes its distances, in blocks, from dilation_rates.
     """
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
-        dropout: float = 0.0,
-        compose: bool = False,
-        ring_size: int | None = None,
-        *,
-        device: Any = None,
-        dtype: Any = None,
-        **pool_arguments: Any,
-    ) -> None:
-        config = _config(SparsePatternConfig, sparse_config, "sparse_config")
-        super().__init__(segment_lengths, dilation_rates, config.block_size, dropout, ring_size, pool_arguments)
+    @made_from(_BlockSparseArguments)
+    def __init__(self, arguments: _BlockSparseArguments) -> None:
+        config = _config(SparsePatternConfig, arguments.sparse_config, "sparse_config")
+        super().__init__(arguments, config.block_size)
         self.sparse_config = config
-        self.compose = bool(compose)
+        self.compose = bool(arguments.compose)
         self.density = _fraction("sparsity_ratio", config.sparsity_ratio)
         self._compared: set[int] = set()  # lengths whose density was looked at
         self.block_pattern(1 << 20)  # refuses unknown types before any call
@@ -283,26 +328,12 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
 class BlockSparseHierarchical(_BlockSparse):
     """Block rows at coarser strides see wider windows. sparse_config gives the block size (default 64)."""
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        hierarchical_config: HierarchicalConfig | Mapping[str, Any] | None = None,
-        sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
-        dropout: float = 0.0,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        *,
-        ring_size: int | None = None,
-        device: Any = None,
-        dtype: Any = None,
-        **pool_arguments: Any,
-    ) -> None:
-        size = 64 if sparse_config is None else _config(SparsePatternConfig, sparse_config, "sparse_config").block_size
-        super().__init__(segment_lengths, dilation_rates, size, dropout, ring_size, pool_arguments)
-        self.hierarchical_config = _config(HierarchicalConfig, hierarchical_config, "hierarchical_config")
-        self.num_heads = num_heads
-        self.head_dim = head_dim
+    @made_from(_HierarchicalArguments)
+    def __init__(self, arguments: _HierarchicalArguments) -> None:
+        super().__init__(arguments, _small_blocks(arguments.sparse_config))
+        self.hierarchical_config = _config(HierarchicalConfig, arguments.hierarchical_config, "hierarchical_config")
+        self.num_heads = arguments.num_heads
+        self.head_dim = arguments.head_dim
         self._levels()
 
     def _levels(self) -> list[tuple[int, int]]:
@@ -355,30 +386,13 @@ class BlockSparseAdaptive(_BlockSparse):
     """Every call chooses its blocks: per batch entry, head and block row those whose mean key fits the mean query best.
     The choice carries no gradient."""
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        num_heads: int,
-        head_dim: int,
-        adaptive_config: AdaptiveConfig | Mapping[str, Any] | None = None,
-        sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
-        dropout: float = 0.0,
-        *,
-        ring_size: int | None = None,
-        device: Any = None,
-        dtype: Any = None,
-        **pool_arguments: Any,
-    ) -> None:
-        size = 64 if sparse_config is None else _config(SparsePatternConfig, sparse_config, "sparse_config").block_size
-        super().__init__(segment_lengths, dilation_rates, size, dropout, ring_size, pool_arguments)
-        self.num_heads = integer("num_heads", num_heads)
-        self.head_dim = integer("head_dim", head_dim)
-        self.adaptive_config = _config(AdaptiveConfig, adaptive_config, "adaptive_config")
-        pruned = _fraction("base_sparsity", self.adaptive_config.base_sparsity, zero=True)
-        if pruned == 1:
-            raise InvalidArgument("base_sparsity is 1: nothing would be kept; give less", "base_sparsity")
-        self.density = 1.0 - pruned
+    @made_from(_AdaptiveArguments)
+    def __init__(self, arguments: _AdaptiveArguments) -> None:
+        super().__init__(arguments, _small_blocks(arguments.sparse_config))
+        self.num_heads = integer("num_heads", arguments.num_heads)
+        self.head_dim = integer("head_dim", arguments.head_dim)
+        self.adaptive_config = _config(AdaptiveConfig, arguments.adaptive_config, "adaptive_config")
+        self.density = _kept("base_sparsity", self.adaptive_config.base_sparsity)
 
     def block_pattern(self, tokens: int) -> BlockPattern:
         return BlockPattern.adaptive(self.density, self.block_size)
@@ -432,30 +446,15 @@ class BlockSparseAdaptive(_BlockSparse):
 class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """Projections around BlockSparseRingDilatedAttention. Note the order of the lists: segment_lengths first."""
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        sparse_config: SparsePatternConfig | Mapping[str, Any] | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        compose: bool = False,
-        ring_size: int | None = None,
-        **pool_arguments: Any,
-    ) -> None:
-        super().__init__(
-            embed_dim, num_heads, [1], [1], dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype,
-            **pool_arguments,
+    @made_from(_MultiheadArguments)
+    def __init__(self, arguments: _MultiheadArguments) -> None:
+        a = arguments
+        MultiheadDilatedAttention.__init__(
+            self, a.embed_dim, a.num_heads, [1], [1], a.dropout, a.bias, a.layer_norm, a.layer_norm_eps, a.gamma_init,
+            a.device, a.dtype,
         )  # fmt: skip
         self.attention = BlockSparseRingDilatedAttention(
-            segment_lengths, dilation_rates, sparse_config, dropout, compose, ring_size
+            a.segment_lengths, a.dilation_rates, a.sparse_config, a.dropout, a.compose, a.ring_size
         )
 
 
@@ -473,10 +472,8 @@ def create_block_sparse_attention(
 ) -> BlockSparseRingMultiheadDilatedAttention:
     """A multihead module. sparsity_ratio is the fraction of blocks PRUNED here, the other way round than in
     SparsePatternConfig; both meanings are those of the older packages."""
-    pruned = _fraction("sparsity_ratio", sparsity_ratio, zero=True)
-    if pruned == 1:
-        raise InvalidArgument("sparsity_ratio is 1: nothing would be kept; give less", "sparsity_ratio")
-    config = SparsePatternConfig(pattern_type, 1.0 - pruned, block_size, local_window_size, global_tokens)
+    kept = _kept("sparsity_ratio", sparsity_ratio)
+    config = SparsePatternConfig(pattern_type, kept, block_size, local_window_size, global_tokens)
     return BlockSparseRingMultiheadDilatedAttention(
         embed_dim, num_heads, segment_lengths, dilation_rates, config, **arguments
     )

@@ -25,6 +25,10 @@ from .options import at_least, at_least_zero, check_dropout, inner_norm, integer
 from .positions import Positions
 from .sampling import Sampler
 
+__all__ = [
+    "DilatedTransformerDecoderLayer", "DilatedTransformerEncoderLayer", "LongNet", "LongNetCache", "LongNetLM",
+]  # fmt: skip
+
 SEGMENT_LENGTHS = (2048, 4096, 8192, 16384, 32768)
 DILATION_RATES = (1, 2, 4, 6, 12)
 

@@ -32,13 +32,25 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 @dataclass
-class MultiheadArguments:
-    """What the multihead classes take, dilation_rates before segment_lengths."""
-
+class Heads:
     embed_dim: int
     num_heads: int
+
+
+@dataclass
+class Branches:
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+
+
+@dataclass
+class _RatesFirst:
     dilation_rates: Sequence[int]
     segment_lengths: Sequence[int]
+
+
+@dataclass
+class Layers:
     dropout: float = 0.0
     bias: bool = True
     layer_norm: bool = True
@@ -46,6 +58,11 @@ class MultiheadArguments:
     gamma_init: float = 1.0
     device: Any = None
     dtype: torch.dtype | None = None
+
+
+@dataclass
+class MultiheadArguments(Layers, _RatesFirst, Heads):
+    """What the multihead classes take, dilation_rates before segment_lengths."""
 
 
 @dataclass
@@ -65,7 +82,8 @@ class _Multihead(nn.Module):
     #: Linear layers for query, key and value: one each, or one whose rows are all three in that order.
     _PROJECTIONS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
-    def __init__(self, arguments: MultiheadArguments) -> None:
+    def __init__(self, arguments: Any) -> None:
+        """arguments: a MultiheadArguments, or one with the lists in the other order."""
         super().__init__()
         #: Whether tensors are [batch, tokens, embed_dim]; False: [tokens, batch, embed_dim], as layers of torch that were made
         #: without batch_first pass them.

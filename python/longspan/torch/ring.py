@@ -6,9 +6,8 @@ With a process group every rank passes its own contiguous rows, in the order of 
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -18,11 +17,33 @@ from torch import Tensor, nn
 from .._errors import InvalidArgument
 from .._named import refused
 from .dilated import DilatedAttention
-from .multihead import MultiheadArguments, _Multihead
+from .multihead import Branches, MultiheadArguments, _Multihead
 from .operator import check_dense
-from .options import accept_pool_arguments, check_dropout, integer, warn_once
+from .options import check_dropout, integer, made_from, warn_once
 from .process_group import agree, communicator_of, gather, group_or_default
 from .ring_calls import DEADLINE, RingArguments, RingCalls, RingMonitor, RingReport, layout_of
+
+__all__ = [
+    "RingAdvancedDistributedDilatedAttention", "RingAttentionConfig", "RingDilatedAttention",
+    "RingDilatedAttentionProduction", "RingDilatedAttentionV2", "RingDilatedAttentionV2Collective", "RingMonitor",
+    "RingMultiheadDilatedAttention", "RingReport", "create_production_ring_attention", "shard", "unshard",
+]  # fmt: skip
+
+
+@dataclass
+class _Dropout:
+    dropout: float = 0.0
+
+
+@dataclass
+class RingAttentionConfig(RingArguments, _Dropout, Branches):
+    """The arguments of RingDilatedAttention as one object, for RingDilatedAttentionProduction."""
+
+
+@dataclass
+class _RingModule(RingAttentionConfig):
+    device: Any = field(default=None, kw_only=True)
+    dtype: Any = field(default=None, kw_only=True)
 
 
 class RingDilatedAttention(RingCalls, nn.Module):
@@ -30,38 +51,18 @@ class RingDilatedAttention(RingCalls, nn.Module):
     The arguments after dropout are those of RingArguments.
     """
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dropout: float = 0.0,
-        ring_size: int | None = None,
-        use_checkpointing: bool = False,
-        process_group: Any = None,
-        deadline: float | None = None,
-        *,
-        layout: str = "contiguous",
-        halo_limit_bytes: int = 0,
-        shard_lengths: Sequence[int] | None = None,
-        monitor: Callable[[RingReport], None] | None = None,
-        device: Any = None,
-        dtype: Any = None,
-        **pool_arguments: Any,
-    ) -> None:
+    @made_from(_RingModule)
+    def __init__(self, arguments: _RingModule) -> None:
         nn.Module.__init__(self)
         # The one-device module holds pattern, dropout and their checks.
-        accept_pool_arguments(type(self).__name__, pool_arguments)
         self.attention = DilatedAttention(
-            segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout)
-        )
+            arguments.segment_lengths, arguments.dilation_rates,
+            attention_dropout=check_dropout("dropout", arguments.dropout),
+        )  # fmt: skip
         self.segment_lengths = self.attention.segment_lengths
         self.dilation_rates = self.attention.dilation_rates
         self.dropout = self.attention.dropout
-        self._init_ring(
-            RingArguments(
-                ring_size, use_checkpointing, process_group, deadline, layout, halo_limit_bytes, shard_lengths, monitor
-            )
-        )
+        self._init_ring(arguments)
 
     def forward(
         self,
@@ -84,36 +85,20 @@ class RingDilatedAttention(RingCalls, nn.Module):
         return f"ring_size={self.ring_size}, use_checkpointing={self.use_checkpointing}, layout={self.layout!r}"
 
 
-_RING_ARGUMENTS = frozenset(inspect.signature(RingDilatedAttention).parameters)
+@dataclass
+class _RingMultihead(RingArguments, MultiheadArguments):
+    pass
 
 
 class RingMultiheadDilatedAttention(_Multihead):
     """MultiheadDilatedAttention whose attention runs over a ring: projections are this rank's rows alone. Takes the
-    arguments of MultiheadDilatedAttention (dilation_rates first) and, by name, those of RingDilatedAttention."""
+    arguments of MultiheadDilatedAttention (dilation_rates first) and those of RingArguments."""
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dilation_rates: Sequence[int],
-        segment_lengths: Sequence[int],
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        **ring_arguments: Any,
-    ) -> None:
-        pools = {name: ring_arguments.pop(name) for name in list(ring_arguments) if name not in _RING_ARGUMENTS}
-        accept_pool_arguments(type(self).__name__, pools)
-        arguments = MultiheadArguments(
-            embed_dim, num_heads, dilation_rates, segment_lengths, dropout, bias, layer_norm, layer_norm_eps,
-            gamma_init, device, dtype,
-        )  # fmt: skip
+    @made_from(_RingMultihead)
+    def __init__(self, arguments: _RingMultihead) -> None:
         super().__init__(arguments)
-        self.attention = RingDilatedAttention(segment_lengths, dilation_rates, dropout, **ring_arguments)
+        given = {item.name: getattr(arguments, item.name) for item in fields(RingAttentionConfig)}
+        self.attention = RingDilatedAttention(**given)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_proj(query), self.k_proj(key), self.v_proj(value)
@@ -160,18 +145,6 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         return self.attention.monitor
 
 
-@dataclasses.dataclass
-class _Branches:
-    segment_lengths: Sequence[int]
-    dilation_rates: Sequence[int]
-    dropout: float = 0.0
-
-
-@dataclasses.dataclass
-class RingAttentionConfig(RingArguments, _Branches):
-    """The arguments of RingDilatedAttention as one object, for RingDilatedAttentionProduction."""
-
-
 class RingDilatedAttentionProduction(RingDilatedAttention):
     """RingDilatedAttention made from a RingAttentionConfig."""
 
@@ -187,10 +160,7 @@ def create_production_ring_attention(
 
 
 # Names of older packages for what is one class here.
-ALIASES = {
-    "RingDilatedAttentionV2": RingDilatedAttention,
-    "RingDilatedAttentionV2Collective": RingDilatedAttention,
-}
+RingDilatedAttentionV2 = RingDilatedAttentionV2Collective = RingDilatedAttention
 
 
 def shard(

@@ -490,8 +490,15 @@ def test_replays_of_a_captured_step_go_on_with_the_next_position(pattern):
     out = torch.cat(outs, dim=1)
     assert relative(out, want) < 2 * ALLOWED[torch.bfloat16]
     assert (out - want).abs().max() < 8 * ALLOWED[torch.bfloat16] * want.abs().max()  # no position is another's
-    with pytest.raises(longspan.InvalidArgument, match="reserve"):
-        cache.attend(*(x[:, :200] for x in (query, key, value)))
+
+
+def test_a_captured_step_needs_room_for_its_memory():
+    query, key, value = tensors((1, 65, 2, 64), grad=False)
+    cache = lt.DilatedCache(longspan.dense(), heads=2)
+    cache.append(key[:, :64], value[:, :64])
+    with pytest.raises(longspan.InvalidArgument, match="room for 64 tokens: reserve"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            cache.attend(*(x[:, 64:] for x in (query, key, value)))
 
 
 def test_a_captured_step_of_the_language_model_generates_what_the_full_forward_does():

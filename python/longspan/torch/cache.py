@@ -20,9 +20,9 @@ from torch import Tensor
 from .._errors import InvalidArgument, Unsupported
 from .._longspan import Pattern
 from .._named import refused
-from .._patterns import as_pattern
+from .._patterns import as_pattern, compiled
 from .dilated import DilatedAttention
-from .operator import attention
+from .operator import attention, attention_of_first_rows
 from .options import finite, integer
 
 _SMALLEST = 64  # tokens that a first allocation has room for; it doubles up to what segments can hold
@@ -185,9 +185,8 @@ class DilatedCache:
             )
         self.heads = heads
         self._mixes = pattern.assignment == "all" and groups > 1
-        self._options = {
-            "scale": scale, "output_scale": pattern.output_scale, "allow_tf32": allow_tf32, "return_lse": self._mixes
-        }  # fmt: skip
+        self._options = {"scale": scale, "output_scale": pattern.output_scale, "allow_tf32": allow_tf32}
+        self._operator = compiled(None, **self._options)
         self._strands = _strands_of(pattern, heads)
         self._branches = groups if self._mixes else 1
         self._clock, self._shares_clock = _Clock(self._strands, self._branches, heads), False
@@ -242,9 +241,10 @@ class DilatedCache:
         return result
 
     def _flatten(self) -> None:
-        """The memory as a step sees it: numbers of all entries, their keys and their values."""
+        """The memory as a step sees it: the first row of each entry, and keys and values, to write and to attend to."""
         keys, values = (x.flatten(0, 2) for x in self._rows)
-        self._flat = torch.arange(len(keys), device=keys.device), keys, values
+        first = torch.arange(len(keys), device=keys.device) * keys.shape[1]
+        self._flat = first, keys.flatten(0, 1), values.flatten(0, 1), keys[:, 1:, None], values[:, 1:, None]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_flat": ()}  # copies are made of the memory, not of views of it
@@ -335,16 +335,14 @@ class DilatedCache:
     def _step(self, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
         """One token of each entry."""
         lengths = self._clock.to(self._first, self._taken, key.device)
-        entries, keys, values = self._flat
-        index = entries, lengths
-        keys.index_put_(index, self._spread(key))
-        values.index_put_(index, self._spread(value))
+        first, key_rows, value_rows, keys, values = self._flat
+        place = first + lengths
+        key_rows.index_copy_(0, place, self._spread(key))
+        value_rows.index_copy_(0, place, self._spread(value))
         if query is None:
             return None
-        result = attention(
-            self._spread(query)[:, None, None], keys[:, 1:, None], values[:, 1:, None], None, lengths=lengths,
-            query_ranges=[(0, 1)], **self._options,
-        )  # fmt: skip
+        rows = self._spread(query).view(-1, 1, 1, query.shape[3])
+        result = attention_of_first_rows(self._operator, rows, keys, values, lengths, self._mixes)
         if not self._mixes:
             return result.view(query.shape)
         split = (query.shape[0], self._branches, self.heads, -1)
@@ -375,7 +373,7 @@ class DilatedCache:
                     continue
                 result = attention(
                     query[place], *kept[:, :, :after], None, causal=True, query_ranges=[(before, after - before)],
-                    **self._options,
+                    return_lse=self._mixes, **self._options,
                 )  # fmt: skip
                 if sums is None:
                     out[place] = result

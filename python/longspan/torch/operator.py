@@ -570,6 +570,20 @@ def attention(query, key, value, pattern=None, *, return_lse=False, layout=_BNHD
     return (out, lse) if return_lse else out
 
 
+def attention_of_first_rows(
+    operator: Attention, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, with_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention of one row for each batch entry, at position 0, without what the host does for arguments that vary."""
+    if not torch.compiler.is_compiling() and _calls.route(query, key, value) == _DIRECT:
+        try:
+            out, lse = _calls.forward(operator, query, key, value, with_lse, lengths, None, None, [(0, 1)])
+            return (out, lse) if with_lse else out
+        except InvalidArgument:
+            pass  # said again below in the caller's words
+    out, lse = _forward_op(query, key, value, *Settings.of(operator, (None, lengths, None, None, [0, 1])))
+    return (out, lse) if with_lse else out
+
+
 @listed
 def attention_backward(
     query: Tensor,

@@ -28,7 +28,7 @@ from .options import (
     require_tensors,
     warn_once,
 )
-from .ring_calls import RingArguments, RingCalls
+from .ring_calls import RingArguments, RingCalls, RingSettings
 
 __all__ = [
     "AdaptiveConfig", "BlockSparseAdaptive", "BlockSparseHierarchical", "BlockSparseRingDilatedAttention",
@@ -223,9 +223,8 @@ class _BlockSparse(RingCalls, nn.Module):
         require_tensors(query=query, key=key, value=value)
         is_causal = flag("is_causal", is_causal)
         dropout = self.dropout if self.training else 0.0
-        out = self._over_ring(
-            query, key, value, lambda tokens: chosen or self.pattern(tokens), is_causal, None, dropout, mask
-        )
+        settings = RingSettings(lambda tokens: chosen or self.pattern(tokens), is_causal, None, dropout)
+        out = self._over_ring(query, key, value, settings, mask)
         if out is not None:
             return out
         pattern = chosen or self.pattern(key.shape[1])

@@ -241,10 +241,10 @@ class DilatedCache:
         return result
 
     def _flatten(self) -> None:
-        """The memory as a step sees it: the first row of each entry, and keys and values, to write and to attend to."""
+        """The memory as a step sees it: the first row of each entry, all rows, and keys and values to attend to."""
         keys, values = (x.flatten(0, 2) for x in self._rows)
-        first = torch.arange(len(keys), device=keys.device) * keys.shape[1]
-        self._flat = first, keys.flatten(0, 1), values.flatten(0, 1), keys[:, 1:, None], values[:, 1:, None]
+        first = torch.arange(2 * len(keys), device=keys.device).view(2, -1) * keys.shape[1]
+        self._flat = first, self._rows.flatten(0, 4), keys[:, 1:, None], values[:, 1:, None]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_flat": ()}  # copies are made of the memory, not of views of it
@@ -335,10 +335,8 @@ class DilatedCache:
     def _step(self, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
         """One token of each entry."""
         lengths = self._clock.to(self._first, self._taken, key.device)
-        first, key_rows, value_rows, keys, values = self._flat
-        place = first + lengths
-        key_rows.index_copy_(0, place, self._spread(key))
-        value_rows.index_copy_(0, place, self._spread(value))
+        first, memory, keys, values = self._flat
+        memory.index_copy_(0, (first + lengths).view(-1), self._spread(torch.stack((key, value))))
         if query is None:
             return None
         rows = self._spread(query).view(-1, 1, 1, query.shape[3])
@@ -353,8 +351,8 @@ class DilatedCache:
     def _spread(self, x: Tensor) -> Tensor:
         """A token's rows [entries, head_dim], repeated for each branch."""
         if self._branches > 1:
-            x = x.expand(-1, self._branches, -1, -1)
-        return x.reshape(-1, x.shape[3])
+            x = x.expand(*x.shape[:-3], self._branches, -1, -1)
+        return x.reshape(-1, x.shape[-1])
 
     def _chunk(self, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
         """Several tokens, strand by strand and segment by segment."""

@@ -21,7 +21,7 @@ from .multihead import Branches, MultiheadArguments, _Multihead
 from .operator import check_dense
 from .options import check_dropout, integer, made_from, warn_once
 from .process_group import agree, communicator_of, gather, group_or_default
-from .ring_calls import DEADLINE, RingArguments, RingCalls, RingMonitor, RingReport, layout_of
+from .ring_calls import DEADLINE, RingArguments, RingCalls, RingMonitor, RingReport, RingSettings, layout_of
 
 __all__ = [
     "RingAdvancedDistributedDilatedAttention", "RingAttentionConfig", "RingDilatedAttention",
@@ -75,10 +75,8 @@ class RingDilatedAttention(RingCalls, nn.Module):
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d], all of this rank's rows.
         attention_mask [b, n] or [b, 1, 1, n], of this rank's keys: true where a key may be attended."""
         one = self.attention
-        out = self._over_ring(
-            query, key, value, one.pattern, is_causal, one.softmax_scale,
-            self.dropout if self.training else 0.0, attention_mask,
-        )  # fmt: skip
+        settings = RingSettings(one.pattern, is_causal, one.softmax_scale, self.dropout if self.training else 0.0)
+        out = self._over_ring(query, key, value, settings, attention_mask)
         return one(query, key, value, is_causal, attention_mask) if out is None else out
 
     def extra_repr(self) -> str:

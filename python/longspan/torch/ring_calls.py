@@ -16,7 +16,7 @@ from .._errors import CommError, InvalidArgument, Unsupported, renamed
 from .._longspan import Attention, Pattern, Ring, RingHalo, Shards, local_ring
 from .._named import choice, flag
 from .._patterns import compiled
-from .operator import _NAMES, raw_tensor, with_contiguous_rows
+from .operator import _NAMES, _empty_like, _empty_lse, raw_tensor, with_contiguous_rows
 from .options import finite, integer, integers, key_mask, require_tensors
 from .process_group import agree, communicator_of, gather, group_or_default
 
@@ -71,10 +71,6 @@ class RingMonitor:
             self.callback(report)
 
 
-def _raw(name: str, tensor: Tensor | None) -> tuple | None:
-    return None if tensor is None else raw_tensor(name, tensor)
-
-
 @dataclasses.dataclass
 class _RankCall:
     """One rank's part of a call: its ring, its rows (views), and what backward will need."""
@@ -95,39 +91,47 @@ class _RankCall:
             at += count
 
 
-def _run_ranks(calls: list[_RankCall], work: Callable[[_RankCall, threading.Event | None], None]) -> None:
-    """Every rank at once: this thread if there is one, else a thread for each, which Ctrl-C in this one stops."""
-    if len(calls) == 1:
-        return work(calls[0], None)
+def _run_ranks(
+    calls: list[_RankCall], like: Tensor, work: Callable[[_RankCall, dict[str, Any]], None], forget: Callable[[], None]
+) -> None:
+    """work(call, where and until when) for every rank at once: in this thread if there is one rank, else in a thread for
+    each, which Ctrl-C in this one stops. forget: called where it fails."""
+    stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
+    where = {} if stream is None else {"stream": stream.cuda_stream}
+
+    def run(call: _RankCall, stop: threading.Event | None) -> None:
+        with torch.cuda.stream(stream):  # and its device; threads have streams of their own
+            work(call, {**where, "stop": stop})
+
+    try:
+        if len(calls) == 1:
+            run(calls[0], None)
+        else:
+            _run_threads(calls, run)
+    except InvalidArgument as error:
+        forget()
+        raise renamed(error, _NAMES) from None
+    except BaseException:
+        forget()
+        raise
+
+
+def _run_threads(calls: list[_RankCall], run: Callable[[_RankCall, threading.Event], None]) -> None:
     stop = threading.Event()
     with ThreadPoolExecutor(len(calls)) as pool:
-        runs = [pool.submit(work, call, stop) for call in calls]
+        runs = [pool.submit(run, call, stop) for call in calls]
         try:
             wait(runs)  # joining a thread instead would, interrupted, take it for ended
         except BaseException:
             stop.set()
             raise
-    found = [error for error in (run.exception() for run in runs) if error is not None]
-    for error in found:
-        if not isinstance(error, CommError):
-            raise error
+    found = [error for error in (one.exception() for one in runs) if error is not None]
     if found:
-        raise found[0]
+        raise next((error for error in found if not isinstance(error, CommError)), found[0])
 
 
-def _on_stream(
-    tensor: Tensor, work: Callable[[_RankCall, dict[str, Any]], None]
-) -> Callable[[_RankCall, threading.Event | None], None]:
-    """work(call, where and until when) as the calling thread would run it: threads have streams of their own."""
-    if not tensor.is_cuda:
-        return lambda call, stop: work(call, {"stop": stop})
-    stream = torch.cuda.current_stream(tensor.device)
-
-    def run(call: _RankCall, stop: threading.Event | None) -> None:
-        with torch.cuda.stream(stream):  # and its device
-            work(call, {"stream": stream.cuda_stream, "stop": stop})
-
-    return run
+def _raw(extras: dict[str, Any]) -> dict[str, Any]:
+    return {name: raw_tensor(name, x) if isinstance(x, Tensor) else x for name, x in extras.items()}
 
 
 class _RingFunction(torch.autograd.Function):
@@ -135,12 +139,7 @@ class _RingFunction(torch.autograd.Function):
     def forward(ctx, query, key, value, calls, extras, keep, monitor, forget):
         """extras: keyword arguments of both passes (seed, and tensors of the whole sequence). forget: called where a pass
         fails, so that the next call makes anew what has failed."""
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        batch, rows, heads, _ = query.shape
-        lse = query.new_empty(
-            (batch, heads, rows), dtype=torch.float64 if query.dtype is torch.float64 else torch.float32
-        )
-        raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in extras.items()}
+        out, lse, raw_extras = _empty_like(query), _empty_lse(query), _raw(extras)
 
         def work(call: _RankCall, placement: dict[str, Any]) -> None:
             call.halo = RingHalo() if keep else None
@@ -155,14 +154,7 @@ class _RingFunction(torch.autograd.Function):
                 call.write(lse, own_lse, 2)
             monitor.add(RingReport(call.ring.rank, False, **call.ring.report()))
 
-        try:
-            _run_ranks(calls, _on_stream(query, work))
-        except InvalidArgument as error:
-            forget()
-            raise renamed(error, _NAMES) from None
-        except BaseException:
-            forget()
-            raise
+        _run_ranks(calls, query, work, forget)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.calls, ctx.extras, ctx.monitor, ctx.forget = calls, extras, monitor, forget
         ctx.mark_non_differentiable(lse)
@@ -179,10 +171,8 @@ class _RingGradients(torch.autograd.Function):
     @staticmethod
     def forward(_, grad_out, query, key, value, out, lse, ctx):
         """ctx: that of the forward."""
-        if grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        raw_extras = {name: _raw(name, x) if isinstance(x, Tensor) else x for name, x in ctx.extras.items()}
+        grad_out, raw_extras = with_contiguous_rows(grad_out), _raw(ctx.extras)
+        grads = [_empty_like(x) for x in (query, key, value)]
 
         def work(call: _RankCall, placement: dict[str, Any]) -> None:
             inputs = [call.part(x) for x in (query, key, value, out)]
@@ -198,11 +188,7 @@ class _RingGradients(torch.autograd.Function):
                     call.write(target, part)
             ctx.monitor.add(RingReport(call.ring.rank, True, **call.ring.report()))
 
-        try:
-            _run_ranks(ctx.calls, _on_stream(query, work))
-        except BaseException:
-            ctx.forget()
-            raise
+        _run_ranks(ctx.calls, query, work, ctx.forget)
         for call in ctx.calls:
             call.halo = None  # a second backward, on every rank, fetches again
         return tuple(grads)
@@ -255,11 +241,14 @@ class RingSettings(NamedTuple):
     causal: bool
     scale: float | None
     dropout: float
-    deterministic: bool
+    deterministic: bool = False
+
+    def seed(self) -> int:
+        """Drawn from torch's generator where it is needed."""
+        return int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64)) if self.dropout else 0
 
     def operator(self) -> Attention:
-        pattern, causal, scale, dropout, deterministic = self
-        return compiled(pattern, causal, scale, None, dropout, deterministic, False, False, "")
+        return compiled(**self._asdict(), kernel="")
 
 
 class RingCalls:
@@ -319,24 +308,17 @@ class RingCalls:
         return shards
 
     def _over_ring(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pattern: Pattern | str | Callable[[int], Pattern],
-        causal: bool,
-        scale: float | None,
-        dropout: float,
-        attention_mask: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, settings: RingSettings, attention_mask: Tensor | None
     ) -> Tensor | None:
-        """The call over the ring; None where there is none. pattern: or what makes it for the tokens of a whole sequence.
-        Everything that one rank can find wrong is found before the first message: such a rank may repeat the call."""
+        """The call over the ring; None where there is none. Everything that one rank can find wrong is found before the first message: such a rank may repeat the call."""
         group = self._group()
         local = (self.ring_size or 1) if group is None else 1
         if group is None and local == 1:
             return None
         require_tensors(query=query, key=key, value=value)
-        causal = flag("is_causal", causal)
+        settings = settings._replace(
+            causal=flag("is_causal", settings.causal), deterministic=torch.are_deterministic_algorithms_enabled()
+        )
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.shape[1] != query.shape[1] or tensor.device != query.device:
                 raise InvalidArgument(
@@ -348,7 +330,6 @@ class RingCalls:
         mask = None
         if attention_mask is not None:
             mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
-        settings = RingSettings(pattern, causal, scale, dropout, torch.are_deterministic_algorithms_enabled())
         extras: dict[str, Any] = {"seed": 0}
         if group is not None:
             shards = self._agree(group, {"query": query, "key": key, "value": value}, settings, mask, extras)
@@ -357,14 +338,13 @@ class RingCalls:
             if len(self._local) != local:
                 self._local, self._rings = local_ring(local), {}
             tokens = query.shape[1]
-            shards = Shards.even(tokens, local) if self.layout == "contiguous" else Shards.zigzag(tokens, local)
+            shards = layout_of(self.layout)(tokens, local)
             if mask is not None:
                 extras["key_mask"] = mask
-            if dropout:
-                extras["seed"] = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64))
+            extras["seed"] = settings.seed()
             ranks = [(self._local[rank], rank, shards.ranges(rank) or [(0, 0)]) for rank in range(local)]
-        if callable(pattern):
-            settings = settings._replace(pattern=pattern(shards.tokens))
+        if callable(settings.pattern):
+            settings = settings._replace(pattern=settings.pattern(shards.tokens))
         calls = [_RankCall(self._ring(settings, one, index, shards), rows) for one, index, rows in ranks]
         keep = not self.use_checkpointing and torch.is_grad_enabled()
         return _RingFunction.apply(query, key, value, calls, extras, keep, self.monitor, self._forget_failed)[0]
@@ -384,9 +364,8 @@ class RingCalls:
                 "halo_limit_bytes": self.halo_limit_bytes, "use_checkpointing": self.use_checkpointing,
                 **{name: (x.device.type, str(x.dtype), x.shape[0], *x.shape[2:]) for name, x in tensors.items()},
             }  # fmt: skip
-            # A number drawn by the first rank from torch's generator; the others draw, too, and so stay level with it.
-            seed = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (1,), dtype=torch.int64)) if settings.dropout else 0
-            numbers = [tensors["query"].shape[1], seed]
+            # The seed is the first rank's; the others draw, too, and so their generators stay level with it.
+            numbers = [tensors["query"].shape[1], settings.seed()]
             told = agree(communicator, "ring call, lengths of ranks", numbers, described, self.deadline)
             counts = counts or [rows for rows, _ in told]
             extras["seed"] = told[0][1]

@@ -134,7 +134,8 @@ def refuse_names(function: str, given: Mapping[str, Any], others: Sequence[str] 
 
 
 def listed(function: Function) -> Function:
-    """Gives the function the signature that help() and editors show: Arguments with their defaults."""
+    """Gives the function the signature and the words that help() and editors show: Arguments with their defaults."""
+    function.__doc__ = f"{inspect.getdoc(function)}\n\n{(inspect.getdoc(Arguments) or '').partition('.')[2].strip()}"
     signature = inspect.signature(function)
     defaults = Settings._field_defaults | {"kernel": None}
     kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]

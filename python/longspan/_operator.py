@@ -209,15 +209,7 @@ def attention(q, k, v, pattern=None, *, return_lse=False, out=None, lse=None, la
 
     q is [batch, rows, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] ('bhnd': heads before rows);
     float32, bfloat16, float16 or float64. The last dimension must be contiguous (torch tensors are copied where it is
-    not), all other strides are free.
-
-    causal: a position sees itself and what comes before it. scale: factor on scores, by default 1 / sqrt(head_dim).
-    output_scale: factor on the output, by default the pattern's own. dropout, seed: probability of dropping a pair, and
-    which pairs; for torch tensors drawn from torch's generator unless given. lengths [batch]: tokens each entry has.
-    key_mask [batch, tokens]: true where a key may be attended. alibi_slopes [heads]. query_ranges: (start, count)
-    positions of q's rows, by default 0 .. tokens. out, lse: arrays to fill instead of new ones. kernel: run this one or
-    raise. deterministic: same gradient bits on every run of a GPU. detached_mix: gradients as torchscale has them.
-    allow_tf32: GPUs may round float32 to TF32.
+    not), all other strides are free. out, lse: arrays to fill instead of new ones.
 
     Returns out, or (out, lse) with lse [batch, heads, rows] if return_lse. Rows without any key: out 0, lse -inf.
     """

@@ -17,17 +17,7 @@ from .._longspan import BlockMask, BlockPattern, Pattern
 from .._patterns import dilated, draw
 from .multihead import Branches, Heads, Layers, MultiheadDilatedAttention
 from .operator import attention
-from .options import (
-    at_least,
-    check_dropout,
-    finite,
-    integer,
-    integers,
-    key_mask,
-    made_from,
-    require_tensors,
-    warn_once,
-)
+from .options import at_least, check_dropout, finite, integer, integers, key_mask, made_from, require_tensors, warn_once
 from .ring_calls import RingArguments, RingCalls, RingSettings
 
 __all__ = [

@@ -10,15 +10,7 @@ from torch import Tensor, nn
 from .._arguments import Arguments
 from .._named import flag
 from .operator import attention
-from .options import (
-    accept_pool_arguments,
-    check_dropout,
-    dilated_pattern,
-    finite,
-    integers,
-    key_mask,
-    require_tensors,
-)
+from .options import accept_pool_arguments, check_dropout, dilated_pattern, finite, integers, key_mask, require_tensors
 
 
 class DilatedAttention(nn.Module):

@@ -13,19 +13,8 @@ from torch.nn import functional
 from .._errors import InvalidArgument
 from .._named import flag, refused
 from .dilated import DilatedAttention, ImprovedDilatedAttention
-from .options import (
-    at_least_zero,
-    autocast_once,
-    boolean_padding,
-    check_dropout,
-    hooked,
-    inner_norm,
-    integer,
-    key_mask,
-    made_from,
-    surely,
-    warn_once,
-)
+from .options import at_least_zero, autocast_once, boolean_padding, check_dropout, hooked, inner_norm
+from .options import integer, key_mask, made_from, surely, warn_once
 from .projected import EAGER_DEVICES, FEWEST_ROWS, projected_attention
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)

@@ -90,8 +90,8 @@ def raw_tensor(name: str, tensor: Tensor) -> tuple:
     raise Unsupported(f"{name} is on {tensor.device}: Longspan runs on cpu and cuda")
 
 
-def _raw_or_none(name: str, tensor: Tensor | None) -> tuple | None:
-    return None if tensor is None else raw_tensor(name, tensor)
+def _raw(**tensors: Tensor | None) -> list[tuple | None]:
+    return [None if tensor is None else raw_tensor(name, tensor) for name, tensor in tensors.items()]
 
 
 _STRIDED = torch.strided
@@ -117,12 +117,10 @@ def _pairs(ranges: Sequence[int] | None) -> list[tuple[int, int]] | None:
     return None if ranges is None else list(zip(ranges[::2], ranges[1::2]))
 
 
-def _current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
 # Five times faster than making a Stream object; private, so it may be missing.
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 def placement(tensor: Tensor) -> dict[str, Any]:
@@ -137,8 +135,7 @@ def placement(tensor: Tensor) -> dict[str, Any]:
         memory.append(torch.empty(count, dtype=torch.uint8, device=device))
         return memory[0].data_ptr()
 
-    stream = _raw_stream(device.index) if _raw_stream else _current_stream(device)
-    return {"stream": stream, "allocate": allocate}
+    return {"stream": _current_stream(device.index), "allocate": allocate}
 
 
 def seed_arguments(query: Tensor, seed: Tensor | None) -> tuple[int, int]:
@@ -170,13 +167,10 @@ def _check_capture(query: Tensor, lengths: Tensor | None) -> None:
 
 def _empty_lse(query: Tensor) -> Tensor:
     batch, rows, heads, _ = query.shape
-    if query.dtype is torch.float32 or query.dtype is torch.float64:
-        return query.new_empty((batch, heads, rows))
-    return query.new_empty((batch, heads, rows), dtype=torch.float32)
+    return query.new_empty((batch, heads, rows), dtype=torch.float64 if query.dtype is torch.float64 else torch.float32)
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+_empty_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 def _check_shapes(**tensors: Tensor) -> None:
@@ -236,19 +230,15 @@ class _RawCalls:
         query, key, value = map(with_contiguous_rows, (query, key, value))
         out, lse = _empty_like(query), _empty_lse(query) if with_lse else None
         operator.forward(
-            *map(raw_tensor, ("query", "key", "value", "out"), (query, key, value, out)), _raw_or_none("lse", lse),
-            _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
-            _raw_or_none("alibi_slopes", alibi_slopes), *rest, **placement(query),
+            *_raw(query=query, key=key, value=value, out=out, lse=lse),
+            *_raw(lengths=lengths, key_mask=key_mask, alibi_slopes=alibi_slopes), *rest, **placement(query),
         )  # fmt: skip
         return out, lse
 
     @staticmethod
-    def backward(
-        operator, grad_out, grad_lse, query, key, value, out, lse, lengths=None, key_mask=None, alibi_slopes=None,
-        *rest,
-    ):  # fmt: skip
-        grads = (_empty_like(query), _empty_like(key), _empty_like(value))
-        _backward_into(grads, operator, grad_out, grad_lse, query, key, value, out, lse, lengths, key_mask, alibi_slopes, *rest)
+    def backward(operator, grad_out, grad_lse, query, key, value, *rest):
+        grads = tuple(map(_empty_like, (query, key, value)))
+        _backward_into(grads, operator, grad_out, grad_lse, query, key, value, *rest)
         return grads
 
 
@@ -258,11 +248,9 @@ def _backward_into(
     # Autograd hands over expanded scalars as grad_out, for example from sum().
     query, key, value, out, grad_out = map(with_contiguous_rows, (query, key, value, out, grad_out))
     operator.backward(
-        *map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse)),
-        raw_tensor("grad_out", grad_out), _raw_or_none("grad_lse", grad_lse),
-        *map(raw_tensor, ("dq", "dk", "dv"), grads),
-        _raw_or_none("lengths", lengths), _raw_or_none("key_mask", key_mask),
-        _raw_or_none("alibi_slopes", alibi_slopes), *rest, **placement(query),
+        *_raw(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse),
+        *_raw(**dict(zip(("dq", "dk", "dv"), grads))),
+        *_raw(lengths=lengths, key_mask=key_mask, alibi_slopes=alibi_slopes), *rest, **placement(query),
     )  # fmt: skip
 
 
@@ -278,7 +266,7 @@ def _make_calls() -> Any:
             autocast_enabled=torch.is_autocast_enabled,
             grad_enabled=torch.is_grad_enabled,
             empty_like=torch.empty_like,
-            contiguous_empty_like=functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
+            contiguous_empty_like=_empty_like,
             empty_f32=functools.partial(Tensor.new_empty, dtype=torch.float32),
             empty_f64=functools.partial(Tensor.new_empty, dtype=torch.float64),
         )

@@ -12,6 +12,20 @@ from ._named import suggestion
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class CallData(NamedTuple):
+    """What a call brings besides its main tensors."""
+
+    seed: Tensor | None = None
+    lengths: Tensor | None = None
+    key_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    query_ranges: Sequence[int] | None = None
+
+    @property
+    def tensors(self) -> tuple:
+        return self.seed, self.lengths, self.key_mask, self.alibi_slopes
+
+
 class Settings(NamedTuple):
     """What the operator takes after its tensors, in the order of its schema."""
 
@@ -31,9 +45,9 @@ class Settings(NamedTuple):
     kernel: str = ""
 
     @classmethod
-    def of(cls, operator: Attention, data: Sequence[Any]) -> Settings:
+    def of(cls, operator: Attention, data: CallData) -> Settings:
         options = {name: getattr(operator.options, name) for name in OPTION_NAMES}
-        return cls(str(operator.pattern), **options, **dict(zip(DATA_NAMES, data)))
+        return cls(str(operator.pattern), **options, **data._asdict())
 
     @property
     def options(self) -> tuple:
@@ -41,13 +55,12 @@ class Settings(NamedTuple):
         return tuple(getattr(self, name) for name in OPTION_NAMES)
 
     @property
-    def data(self) -> tuple:
-        """What a call brings beside its main tensors."""
-        return tuple(getattr(self, name) for name in DATA_NAMES)
+    def data(self) -> CallData:
+        return CallData(*(getattr(self, name) for name in CallData._fields))
 
     def split(self) -> tuple[Settings, tuple]:
         """Settings without tensors, and the tensors, which autograd keeps apart; `joined` puts them together again."""
-        return self._replace(**dict.fromkeys(TENSOR_NAMES)), tuple(getattr(self, name) for name in TENSOR_NAMES)
+        return self._replace(**dict.fromkeys(TENSOR_NAMES)), self.data.tensors
 
     def joined(self, tensors: Sequence[Any]) -> Settings:
         return self._replace(**dict(zip(TENSOR_NAMES, tensors)))
@@ -91,13 +104,11 @@ _SCHEMA_TYPES = {
 #: Settings as a schema of torch.library has them.
 SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind.__forward_arg__]} {name}" for name, kind in Settings.__annotations__.items())
 NAMES = frozenset(Arguments.__annotations__)
-#: Of those, what each call brings anew.
-TENSOR_NAMES = ("seed", "lengths", "key_mask", "alibi_slopes")
-DATA_NAMES = (*TENSOR_NAMES, "query_ranges")
-#: What is fixed for an operator, in the order in which `compiled` takes it.
+#: Of those, what belongs to a call, and what is fixed for an operator, in the order in which `compiled` takes it.
+DATA_NAMES = frozenset(CallData._fields)
+TENSOR_NAMES = tuple(name for name in CallData._fields if name != "query_ranges")
 OPTION_NAMES = tuple(name for name in Settings._fields[1:] if name not in DATA_NAMES)
-DATA_SET = frozenset(DATA_NAMES)
-NO_DATA = (None,) * len(DATA_NAMES)
+NO_DATA = CallData()
 
 # What other packages call things: the argument here, and how it differs.
 _ELSEWHERE = {

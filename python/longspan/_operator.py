@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
-from ._arguments import DATA_NAMES, DATA_SET, NAMES, Arguments, listed, refuse_names, check_seed
+from ._arguments import DATA_NAMES, NAMES, Arguments, CallData, listed, refuse_names, check_seed
 from ._diagnosis import diagnosed, only_dlpack
 from ._errors import InvalidArgument, renamed
 from ._longspan import Attention, BlockPattern, Pattern
@@ -177,14 +177,11 @@ def _made_call(
     """The operator, what follows its arrays, and keywords of both passes."""
     if not NAMES.issuperset(arguments):
         refuse_names(function, arguments)
-    if DATA_SET.isdisjoint(arguments):
-        operator, data = compiled(pattern, **arguments), (None,) * 4
-        seed = _seed_arguments(q, arguments.get("dropout", 0.0), None)
-    else:
-        options = {name: value for name, value in arguments.items() if name not in DATA_SET}
-        operator = compiled(pattern, **options)
-        given, *rest, ranges = (arguments.get(name) for name in DATA_NAMES)
-        data, seed = (*call_data(*rest), ranges), _seed_arguments(q, options.get("dropout", 0.0), given)
+    options = {name: value for name, value in arguments.items() if name not in DATA_NAMES}
+    operator = compiled(pattern, **options)
+    given = CallData(**{name: value for name, value in arguments.items() if name in DATA_NAMES})
+    data = (*call_data(given.lengths, given.key_mask, given.alibi_slopes), given.query_ranges)
+    seed = _seed_arguments(q, options.get("dropout", 0.0), given.seed)
     return operator, data, {"heads_first": heads_first, **seed, **placement(q)}
 
 

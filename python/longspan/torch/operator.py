@@ -21,18 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .._arguments import (
-    DATA_NAMES,
-    DATA_SET,
-    NO_DATA,
-    OPTION_NAMES,
-    SCHEMA,
-    Arguments,
-    Settings,
-    check_seed,
-    listed,
-    refuse_names,
-)
+from .._arguments import DATA_NAMES, NO_DATA, OPTION_NAMES, SCHEMA
+from .._arguments import Arguments, CallData, Settings, check_seed, listed, refuse_names
 from .._diagnosis import diagnosed
 from .._errors import InvalidArgument, Unsupported
 from .._longspan import Attention, BlockPattern, Pattern, TorchCalls
@@ -182,13 +172,13 @@ def _check_shapes(**tensors: Tensor) -> None:
         _dtype_number(name, tensor)
 
 
-def _arguments(query: Tensor, data: tuple) -> tuple:
+def _arguments(query: Tensor, data: CallData) -> tuple:
     """A call's data as compiled calls take it, after everything else."""
     if data is NO_DATA:
         return ()
-    seed, lengths, key_mask, alibi_slopes, query_ranges = data
-    _check_capture(query, lengths)
-    return (lengths, key_mask, alibi_slopes, _pairs(query_ranges), *seed_arguments(query, seed))
+    _check_capture(query, data.lengths)
+    ranges, seed = _pairs(data.query_ranges), seed_arguments(query, data.seed)
+    return (data.lengths, data.key_mask, data.alibi_slopes, ranges, *seed)
 
 
 # Whether something beside plain eager execution wants to see operators. Private names, so each may be missing: then
@@ -361,8 +351,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, operator, data, with_lse):
         out, lse = _calls.forward(operator, query, key, value, True, *_arguments(query, data))
-        ctx.save_for_backward(query, key, value, out, lse, *(() if data is NO_DATA else data[:4]))
-        ctx.call = (operator, data[4])
+        ctx.save_for_backward(query, key, value, out, lse, *(() if data is NO_DATA else data.tensors))
+        ctx.call = (operator, data.query_ranges)
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
 
@@ -370,7 +360,7 @@ class _Eager(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse=None):
         query, key, value, out, lse, *tensors = ctx.saved_tensors
         operator, ranges = ctx.call
-        data = (*tensors, ranges) if tensors else NO_DATA
+        data = CallData(*tensors, ranges) if tensors else NO_DATA
         if grad_out is None:
             if grad_lse is None:
                 return (None,) * 6
@@ -435,9 +425,9 @@ def _flat(query_ranges: Any) -> list[int]:
 
 def call_data(
     query: Tensor, dropout, seed=None, lengths=None, key_mask=None, alibi_slopes=None, query_ranges=None
-) -> tuple:
+) -> CallData:
     """The data of a call as the schema has it."""
-    return (
+    return CallData(
         call_seed(query, seed) if dropout else None,
         None if lengths is None else _as_tensor("lengths", lengths, torch.int64, query),
         None if key_mask is None else _as_tensor("key_mask", key_mask, torch.bool, query),
@@ -447,21 +437,19 @@ def call_data(
 
 
 _BNHD = "bnhd"
-_CALL_NAMES = DATA_SET | {"dropout"}
+_CALL_NAMES = DATA_NAMES | {"dropout"}
 
 
-def _separated(query: Tensor, arguments: Any) -> tuple[dict[str, Any], tuple]:
+def _separated(query: Tensor, arguments: Any) -> tuple[dict[str, Any], CallData]:
     """What is fixed for an operator, and the data of a call."""
-    options = dict(arguments)
-    take = options.pop
-    seed, lengths, key_mask = take("seed", None), take("lengths", None), take("key_mask", None)
-    alibi_slopes, query_ranges = take("alibi_slopes", None), take("query_ranges", None)
+    options = {name: value for name, value in arguments.items() if name not in DATA_NAMES}
     dropout = options.get("dropout", 0.0)
     if dropout.__class__ is not float and not is_number(dropout):
         raise refused("dropout", dropout, "a number")
-    if not dropout and lengths is None and key_mask is None and alibi_slopes is None and query_ranges is None:
+    data = {name: value for name, value in arguments.items() if name in DATA_NAMES and name != "seed" and value is not None}
+    if not dropout and not data:
         return options, NO_DATA
-    return options, call_data(query, dropout, seed, lengths, key_mask, alibi_slopes, query_ranges)
+    return options, call_data(query, dropout, arguments.get("seed"), **data)
 
 
 def _settings(function: str, query: Tensor, pattern: Any, arguments: Any) -> Settings:
@@ -471,7 +459,7 @@ def _settings(function: str, query: Tensor, pattern: Any, arguments: Any) -> Set
         return Settings.of(compiled(pattern, **options), data)  # refused by name, where a schema has words of torch's
     if options.get("kernel", "") is None:
         options = {**options, "kernel": ""}
-    return Settings(_text(pattern), **options, **dict(zip(DATA_NAMES, data)))
+    return Settings(_text(pattern), **options, **data._asdict())
 
 
 def check_tensors(**tensors: Any) -> None:
@@ -568,7 +556,7 @@ def attention_of_first_rows(
             return (out, lse) if with_lse else out
         except InvalidArgument:
             pass  # said again below in the caller's words
-    out, lse = _forward_op(query, key, value, *Settings.of(operator, (None, lengths, None, None, [0, 1])))
+    out, lse = _forward_op(query, key, value, *Settings.of(operator, CallData(lengths=lengths, query_ranges=[0, 1])))
     return (out, lse) if with_lse else out
 
 

@@ -129,7 +129,7 @@ def autocast_once(tensor: Tensor) -> Tensor:
 
 def surely(condition: Any) -> bool:
     """Whether a condition on sizes holds: for every size that a graph is compiled or exported for, if they may change.
-    Versions of torch whose compiler cannot tell are told no."""
+    Where torch's compiler cannot tell, the answer is no."""
     if not torch.compiler.is_compiling():
         return condition
     return _TELLS_SIZES and statically_known_true(condition)
@@ -144,7 +144,7 @@ def require_tensors(**tensors: Any) -> None:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody wants to see calls of the module, or of every module, or has given this one a forward of its own."""
+    """Whether the module has hooks, every module has, or the instance has a forward of its own."""
     return "forward" in module.__dict__ or bool(
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
         or _hooked_everywhere()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._arguments import DATA_NAMES, NO_DATA, SCHEMA, Settings
+from .._arguments import NO_DATA, SCHEMA, Settings
 from .dilated import DilatedAttention
 from .operator import _empty_lse, call_data, library, refuse_second_derivative, run_backward, run_forward
 from .options import autocast_once, surely
@@ -71,7 +71,7 @@ def _run_linear_backward(
             torch.mm(part[row::step].t(), x[row::step], out=made)
     if weight is not None:
         target, begun = grad_x[:, :features], False
-        grad_x[:, features:].zero_()  # nobody reads these, but who looks for NaN would find what lay there
+        grad_x[:, features:].zero_()  # never read, but uninitialised memory may look like NaN to a check of gradients
         weights = weight[:, :features].split_with_sizes(sizes)
         for i in sorted(range(len(sizes)), key=strands[2::3].__getitem__):  # first a block that has every row
             row, step = strands[3 * i + 1 : 3 * i + 3]
@@ -220,6 +220,6 @@ def projected_attention(
         data = call_data(query, dropout, key_mask=key_mask)
     settings = Settings(
         attention.pattern, is_causal, attention.softmax_scale, dropout=dropout, allow_tf32=attention.allow_tf32,
-        **dict(zip(DATA_NAMES, data)),
+        **data._asdict(),
     )  # fmt: skip
     return _stacked_attention(stacked, keys, *settings)[0]

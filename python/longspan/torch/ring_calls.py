@@ -166,7 +166,7 @@ class _RingFunction(torch.autograd.Function):
 
 
 class _RingGradients(torch.autograd.Function):
-    """A function of its own, so that who differentiates gradients (create_graph) hears that there is nothing more."""
+    """The backward as a function of its own, so that create_graph raises: there are no second derivatives."""
 
     @staticmethod
     def forward(_, grad_out, query, key, value, out, lse, ctx):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
-from ._errors import InvalidArgument
+from ._errors import invalid
 from ._named import suggestion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -163,4 +163,4 @@ def check_seed(arguments: Mapping[str, Any]) -> None:
     """Of a backward, which repeats its forward's dropout."""
     dropout = arguments.get("dropout", 0.0)
     if isinstance(dropout, (int, float)) and dropout and arguments.get("seed") is None:
-        raise InvalidArgument("seed is None with dropout: pass the seed of the forward call", "seed")
+        raise invalid("seed", "is None with dropout: pass the seed of the forward call")

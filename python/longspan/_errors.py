@@ -32,6 +32,11 @@ class InvalidArgument(Error, ValueError):
         return type(self), (str(self), self.argument)
 
 
+def invalid(argument: str, text: str) -> InvalidArgument:
+    """Of an argument: its name, and what is wrong with it."""
+    return InvalidArgument(f"{argument} {text}", argument)
+
+
 class Unsupported(Error, NotImplementedError):
     """The request is meaningful, but nothing in this build and machine can run it. Also a RuntimeError."""
 

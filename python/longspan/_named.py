@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import _longspan
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, invalid
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,7 +42,7 @@ def shown(value: object) -> str:
 
 
 def refused(name: str, value: object, wanted: str) -> InvalidArgument:
-    return InvalidArgument(f"{name} is {shown(value)}: give {wanted}", name)
+    return invalid(name, f"is {shown(value)}: give {wanted}")
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

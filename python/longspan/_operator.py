@@ -10,7 +10,7 @@ import numpy as np
 
 from ._arguments import DATA_NAMES, NAMES, Arguments, CallData, listed, refuse_names, check_seed
 from ._diagnosis import diagnosed, only_dlpack
-from ._errors import InvalidArgument, renamed
+from ._errors import InvalidArgument, invalid, renamed
 from ._longspan import Attention, BlockPattern, Pattern
 from ._named import choice, flag
 from ._patterns import compiled, whole_seed
@@ -48,7 +48,7 @@ def prepared(name: str, array: Any) -> Any:
 def call_data(lengths: Any, key_mask: Any, alibi_slopes: Any) -> list[Any]:
     """Lists and tuples become arrays; arrays stay what they are."""
     if isinstance(lengths, (list, tuple)) and not all(isinstance(length, (int, np.integer)) for length in lengths):
-        raise InvalidArgument(f"lengths is {lengths}: give whole numbers", "lengths")
+        raise invalid("lengths", f"is {lengths}: give whole numbers")
     data = (("lengths", lengths, np.int64), ("key_mask", key_mask, bool), ("alibi_slopes", alibi_slopes, np.float32))
     return [_as_array(name, array, dtype) for name, array, dtype in data]
 
@@ -59,7 +59,7 @@ def _as_array(name: str, array: Any, dtype: Any) -> Any:
     try:
         return np.asarray(array, dtype=dtype)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument(f"{name} is {array!r}: give a list of numbers", name) from None
+        raise invalid(name, f"is {array!r}: give a list of numbers") from None
 
 
 def _seed_arguments(q: Any, dropout: float, seed: Any) -> dict[str, int]:
@@ -72,10 +72,10 @@ def _seed_arguments(q: Any, dropout: float, seed: Any) -> dict[str, int]:
         value, pointer = seed_arguments(q, call_seed(q, seed))
         return {"seed": value, "seed_pointer": pointer}
     if seed is None:
-        raise InvalidArgument(
-            f"seed is None with dropout {dropout}: give a whole number, another one for each call, and for "
-            "attention_backward that of its forward",
+        raise invalid(
             "seed",
+            f"is None with dropout {dropout}: give a whole number, another one for each call, and for "
+            "attention_backward that of its forward",
         )
     return {"seed": whole_seed(seed) % 2**64}
 
@@ -102,10 +102,10 @@ def new_array(array: Any, shape: Sequence[int], dtype: Any) -> Any:
         return np.empty(tuple(shape), np.dtype(dtype))
     library = _library(array)
     if not hasattr(library, "cuda") or not hasattr(library, "empty"):
-        raise InvalidArgument(
-            f"q is a {type(array).__name__} on a GPU, whose outputs cannot be made here: pass out= (and lse=), or CuPy "
-            "or torch arrays (torch.from_dlpack takes this one without a copy)",
+        raise invalid(
             "q",
+            f"is a {type(array).__name__} on a GPU, whose outputs cannot be made here: pass out= (and lse=), or CuPy "
+            "or torch arrays (torch.from_dlpack takes this one without a copy)",
         )
     with library.cuda.Device(array.__dlpack_device__()[1]):
         return library.empty(tuple(shape), dtype=dtype)
@@ -165,7 +165,7 @@ def check_arrays(heads_first: bool, bare: Sequence[str] = (), **arrays: Any) -> 
             continue
         if only_dlpack(array) and name not in bare:
             text = "has no shape that could be read: give an array that has, or arrays to fill for what is returned"
-            raise InvalidArgument(f"{name} {text}", name)
+            raise invalid(name, f"{text}")
         if not only_dlpack(array) and (shape is None or len(shape) != 4 or not hasattr(array, "dtype") or on_meta):
             error = InvalidArgument("arrays have 4 dimensions")
             raise diagnosed(error, arrays, heads_first, required=tuple(arrays))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from . import _longspan
-from ._errors import InvalidArgument, warn_once
+from ._errors import invalid, warn_once
 from ._named import constant, flag, refused, shown
 from ._longspan import (
     Attention,
@@ -91,7 +91,7 @@ def as_blocks(mask: Any, block_size: int = 64) -> BlockPattern:
     except Exception:  # whatever an object's own conversion raises
         raise refused("mask", mask, wanted) from None
     if array.dtype != np.bool_:
-        raise InvalidArgument(f"mask is {shown(mask)} of {array.dtype}: give {wanted}", "mask")
+        raise invalid("mask", f"is {shown(mask)} of {array.dtype}: give {wanted}")
     return BlockPattern(BlockMask(np.ascontiguousarray(array), block_size))
 
 
@@ -190,9 +190,8 @@ def as_pattern(pattern: Pattern | BlockPattern | BlockMask | str | None) -> Patt
         return noticed(pattern)
     if isinstance(pattern, (BlockPattern, BlockMask)):
         return Pattern.block_sparse(as_blocks(pattern))
-    raise InvalidArgument(
-        f"pattern is {shown(pattern)}: give a longspan.Pattern, a BlockPattern, the text of one, or None for dense",
-        "pattern",
+    raise invalid(
+        "pattern", f"is {shown(pattern)}: give a longspan.Pattern, a BlockPattern, the text of one, or None for dense"
     )
 
 

@@ -21,7 +21,7 @@ from . import torch as _longspan_torch  # first: says what is missing where torc
 import torch
 from torch import Tensor, nn
 
-from ._errors import InvalidArgument, Unsupported, warn_once
+from ._errors import InvalidArgument, Unsupported, invalid, warn_once
 from ._longspan import Pattern
 from ._patterns import noticed
 
@@ -101,10 +101,10 @@ def _padding_arguments(padding: Tensor | None) -> tuple[Tensor | None, Tensor | 
 def _check_arguments(module: Any, query: Tensor, key: Tensor, value: Tensor, rel_pos: Any, attn_mask: Any) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3 or tensor.shape[2] != module.embed_dim or tensor.shape[:2] != query.shape[:2]:
-            raise InvalidArgument(
-                f"{name} has shape {list(tensor.shape)}: give [batch, tokens, {module.embed_dim}], the same for query, "
-                "key and value",
+            raise invalid(
                 name,
+                f"has shape {list(tensor.shape)}: give [batch, tokens, {module.embed_dim}], the same for query, "
+                "key and value",
             )
     if rel_pos is not None:
         raise Unsupported("rel_pos: dilated attention takes no relative position bias; set rel_pos_buckets to 0")
@@ -162,10 +162,10 @@ def _make_forward(detached_mix: bool):
             q = _rotate(self.xpos, q, first, downscale=False).to(v.dtype)
 
         if key_padding_mask is not None and tuple(key_padding_mask.shape) != (batch, tokens):
-            raise InvalidArgument(
-                f"key_padding_mask has shape {list(key_padding_mask.shape)}: give {[batch, tokens]}, cached tokens "
-                "included",
+            raise invalid(
                 "key_padding_mask",
+                f"has shape {list(key_padding_mask.shape)}: give {[batch, tokens]}, cached tokens "
+                "included",
             )
         lengths, key_mask = _padding_arguments(key_padding_mask)
         out = _longspan_torch.attention(
@@ -272,9 +272,7 @@ def _by_hand(target: Any) -> type[nn.Module]:
         or cls.__module__.partition(".")[0] in _NEVER
     ):
         what = f"module {target.__name__}" if isinstance(target, ModuleType) else repr(target)
-        raise InvalidArgument(
-            f"target is {what}: give a copy of torchscale's {_CLASS_NAME}, or a module that has one", "target"
-        )
+        raise invalid("target", f"is {what}: give a copy of torchscale's {_CLASS_NAME}, or a module that has one")
     return cls
 
 

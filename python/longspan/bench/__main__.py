@@ -28,6 +28,10 @@ MODULE_SEGMENTS, MODULE_DILATIONS = [2048, 4096, 8192], [1, 2, 4]
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
+def described(what: str, device: str, dtype: torch.dtype, **more: object) -> dict:
+    return {"what": what, "device": device, "dtype": str(dtype).removeprefix("torch."), **more}
+
+
 def kernel_names(pattern: str, **problem) -> dict[str, str | None]:
     plan = longspan.plan(pattern, **problem)
     return {"forward": plan.kernel("forward"), "backward": plan.kernel("backward")}
@@ -81,23 +85,12 @@ def bench_module(tokens: int, repeats: int, dtype: torch.dtype, causal: bool, de
         for who in ("", "engine_")
         for step in ("forward", "forward_backward")
     }
-    return {
-        "what": "DilatedAttention",
-        "device": device,
-        "tokens": tokens,
-        "dtype": str(dtype).removeprefix("torch."),
-        "causal": causal,
-        "heads": 8,
-        "head_dim": 64,
-        "segments": MODULE_SEGMENTS,
-        "dilations": MODULE_DILATIONS,
-        "kernels": kernel_names(
-            module.pattern, tokens=tokens, heads=8, head_dim=64, dtype=DTYPES[dtype], device=device
-        ),
-        "largest_difference": error,
-        "seconds": seconds,
-        "times_faster_than_torch": ratios,
-    }
+    problem = {"tokens": tokens, "heads": 8, "head_dim": 64}
+    return described(
+        "DilatedAttention", device, dtype, **problem, causal=causal, segments=MODULE_SEGMENTS,
+        dilations=MODULE_DILATIONS, largest_difference=error, seconds=seconds, times_faster_than_torch=ratios,
+        kernels=kernel_names(module.pattern, **problem, dtype=DTYPES[dtype], device=device),
+    )  # fmt: skip
 
 
 def bench_encoder(tiles: int, repeats: int, layers: int, dtype: torch.dtype, device: str) -> dict:
@@ -117,18 +110,11 @@ def bench_encoder(tiles: int, repeats: int, layers: int, dtype: torch.dtype, dev
             repeats,
             device,
         )
-    return {
-        "what": "SlideEncoder",
-        "device": device,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tokens": tiles + 1,
-        "layers": layers,
-        "width": 768,
-        "heads": 16,
-        "largest_difference": error,
-        "seconds": seconds,
-        "times_faster_than_torch": {"encoder": seconds["torch_encoder"]["median"] / seconds["encoder"]["median"]},
-    }
+    ratio = seconds["torch_encoder"]["median"] / seconds["encoder"]["median"]
+    return described(
+        "SlideEncoder", device, dtype, tokens=tiles + 1, layers=layers, width=768, heads=16,
+        largest_difference=error, seconds=seconds, times_faster_than_torch={"encoder": ratio},
+    )  # fmt: skip
 
 
 class _Nothing(torch.autograd.Function):
@@ -213,21 +199,13 @@ def bench_decode(positions: list[int], groups: int, dtype: torch.dtype, device: 
             for cache, taken in zip(caches, samples):
                 taken.append(decode(cache))
     return [
-        {
-            "what": "decode",
-            "device": device,
-            "position": position,
-            "dtype": str(dtype).removeprefix("torch."),
-            "heads": 12,
-            "head_dim": 64,
-            "segments": list(SEGMENT_LENGTHS),
-            "dilations": list(DILATION_RATES),
-            "tokens_timed": groups * period,
-            "microseconds": {"token": statistics.median(taken), "best_token": min(taken)},
-            "cache_bytes": cache.bytes,
-        }
+        described(
+            "decode", device, dtype, position=position, heads=12, head_dim=64, segments=list(SEGMENT_LENGTHS),
+            dilations=list(DILATION_RATES), tokens_timed=groups * period, cache_bytes=cache.bytes,
+            microseconds={"token": statistics.median(taken), "best_token": min(taken)},
+        )
         for cache, position, taken in zip(caches, positions, samples)
-    ]
+    ]  # fmt: skip
 
 
 def main() -> None:

@@ -222,17 +222,9 @@ def bench_lm(
     if all(sides):
         measured["times_faster_than_torch"]["best"] = min(sides[0]) / min(sides[1])
     return {
-        "what": "LongNetLM step",
-        "device": device,
-        "dtype": dtype_name,
-        "tokens": context,
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "segments": segments,
-        "dilations": dilations,
-        **measured,
-    }
+        "what": "LongNetLM step", "device": device, "dtype": dtype_name, "tokens": context, "layers": layers, "width": width,
+        "heads": heads, "segments": segments, "dilations": dilations, **measured,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._errors import InvalidArgument, Unsupported
+from .._errors import InvalidArgument, Unsupported, invalid
 from .._inspect import adaptive_mask, attention_blocks
 from .._named import choice, flag
 from .._longspan import BlockMask, BlockPattern, Pattern
@@ -146,10 +146,10 @@ def _config(kind: type, given: Any, name: str) -> Any:
         known = {item.name for item in fields(kind)}
         for key in given:
             if key not in known:
-                raise InvalidArgument(f"{name} has no field {key!r}: it has {', '.join(sorted(known))}", name)
+                raise invalid(name, f"has no field {key!r}: it has {', '.join(sorted(known))}")
         return kind(**given)
     if isinstance(given, type) or not all(hasattr(given, item.name) for item in fields(kind)):
-        raise InvalidArgument(f"{name} is {given!r}: give a {kind.__name__} or a dict of its fields", name)
+        raise invalid(name, f"is {given!r}: give a {kind.__name__} or a dict of its fields")
     return given
 
 
@@ -157,14 +157,14 @@ def _fraction(name: str, value: float, *, zero: bool = False) -> float:
     result = finite(name, value)
     if not (0 < result <= 1 or (zero and result == 0)):
         least = "from 0" if zero else "above 0"
-        raise InvalidArgument(f"{name} is {value}: give a fraction of blocks, {least} to 1", name)
+        raise invalid(name, f"is {value}: give a fraction of blocks, {least} to 1")
     return result
 
 
 def _kept(name: str, pruned: float) -> float:
     """Of a fraction of blocks pruned."""
     if _fraction(name, pruned, zero=True) == 1:
-        raise InvalidArgument(f"{name} is 1: nothing would be kept; give less", name)
+        raise invalid(name, "is 1: nothing would be kept; give less")
     return 1.0 - pruned
 
 
@@ -175,7 +175,7 @@ def _small_blocks(sparse_config: Any) -> int:
 def _block_size(value: int) -> int:
     size = integer("block_size", value)
     if size not in _BLOCK_SIZES:
-        raise InvalidArgument(f"block_size is {size}: use 16, 32, 64 or 128", "block_size")
+        raise invalid("block_size", f"is {size}: use 16, 32, 64 or 128")
     return size
 
 
@@ -329,9 +329,9 @@ class BlockSparseHierarchical(_BlockSparse):
         try:
             return [(level["stride"], level["window_size"]) for level in self.hierarchical_config.level_configs]
         except (KeyError, TypeError):
-            raise InvalidArgument(
-                f"level_configs is {self.hierarchical_config.level_configs!r}: give dicts with stride and window_size",
+            raise invalid(
                 "level_configs",
+                f"is {self.hierarchical_config.level_configs!r}: give dicts with stride and window_size",
             ) from None
 
     def block_pattern(self, tokens: int) -> BlockPattern:

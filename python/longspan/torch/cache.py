@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._errors import InvalidArgument, Unsupported
+from .._errors import Unsupported, invalid
 from .._longspan import Pattern
 from .._named import refused
 from .._patterns import as_pattern, compiled
@@ -103,7 +103,7 @@ class _Clock:
         if self._at == (first, taken - 1):
             self._now += 1
         elif capturing:
-            raise InvalidArgument("cache is empty in a graph capture: let it take a token before", "cache")
+            raise invalid("cache", "is empty in a graph capture: let it take a token before")
         else:
             self._jump(torch.tensor(first, dtype=torch.int64)[:, None] + taken, device)
         self._at = first, taken
@@ -160,10 +160,10 @@ class DilatedCache:
         if isinstance(module, DilatedAttention):
             scale, allow_tf32, module = module.softmax_scale, module.allow_tf32, module.pattern
         elif not isinstance(module, (Pattern, str)):
-            raise InvalidArgument(
-                f"module is {type(module).__name__}: the cache decodes DilatedAttention (and ImprovedDilatedAttention), or "
-                "a longspan.Pattern",
+            raise invalid(
                 "module",
+                f"is {type(module).__name__}: the cache decodes DilatedAttention (and ImprovedDilatedAttention), or "
+                "a longspan.Pattern",
             )
         heads = integer("heads", heads)
         scale = None if scale is None else finite("scale", scale)
@@ -180,9 +180,7 @@ class DilatedCache:
             )
         groups = len(pattern.branches)
         if pattern.assignment != "all" and heads < groups:
-            raise InvalidArgument(
-                f"heads is {heads}, segment_lengths has {groups} entries: give at least one head for each", "heads"
-            )
+            raise invalid("heads", f"is {heads}, segment_lengths has {groups} entries: give at least one head for each")
         self.heads = heads
         self._mixes = pattern.assignment == "all" and groups > 1
         self._options = {"scale": scale, "output_scale": pattern.output_scale, "allow_tf32": allow_tf32}
@@ -259,25 +257,23 @@ class DilatedCache:
             raise refused(name, x, "a tensor [batch, tokens, heads, head_dim]")
         if x.shape[2] != self.heads:
             fix = "" if name == "query" else "; repeat the heads of grouped queries with repeat_interleave"
-            raise InvalidArgument(
-                f"{name} has shape {list(x.shape)}: give [batch, tokens, heads = {self.heads}, head_dim]{fix}", name
-            )
+            raise invalid(name, f"has shape {list(x.shape)}: give [batch, tokens, heads = {self.heads}, head_dim]{fix}")
         if x.shape[1] != like.shape[1]:
-            raise InvalidArgument(f"{name} has {x.shape[1]} tokens, key has {like.shape[1]}: they must be equal", name)
+            raise invalid(name, f"has {x.shape[1]} tokens, key has {like.shape[1]}: they must be equal")
         kind = (x.shape[0], x.shape[3], x.dtype, x.device)
         wanted = self._kind or (like.shape[0], like.shape[3], like.dtype, like.device)
         if kind != wanted:
             batch, head_dim, dtype, device = wanted
-            raise InvalidArgument(
-                f"{name} is {list(x.shape)} {x.dtype} on {x.device}, the cache has batch {batch}, head_dim {head_dim}, "
-                f"{dtype} on {device}: go on alike, or reset() the cache",
+            raise invalid(
                 name,
+                f"is {list(x.shape)} {x.dtype} on {x.device}, the cache has batch {batch}, head_dim {head_dim}, "
+                f"{dtype} on {device}: go on alike, or reset() the cache",
             )
 
     def reserve(self, tokens: int) -> None:
         """Room for so many tokens in all. Without it memory grows as tokens come; this call needs one token taken before."""
         if self._kind is None:
-            raise InvalidArgument("cache is empty: reserve() after the first tokens, which tell batch and type", "cache")
+            raise invalid("cache", "is empty: reserve() after the first tokens, which tell batch and type")
         self._reserve(integer("tokens", tokens))
 
     def _reserve(self, tokens: int) -> None:
@@ -285,7 +281,7 @@ class DilatedCache:
             return
         batch, head_dim, dtype, device = self._kind
         if self._clock.captured or _capturing(device):
-            raise InvalidArgument(f"cache has room for {self._room} tokens: reserve() before the graph capture", "cache")
+            raise invalid("cache", f"has room for {self._room} tokens: reserve() before the graph capture")
         self._room = max(tokens, 2 * self._room, _SMALLEST)
         count = max(one.rows_before(min(self._room, one.segment)) for one in self._strands)
         if all(self._room >= one.segment for one in self._strands):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .._errors import InvalidArgument
+from .._errors import InvalidArgument, invalid
 from .._named import choice
 from .block_sparse import BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention
 from .dilated import DilatedAttention, ImprovedDilatedAttention
@@ -43,7 +43,7 @@ def _fields(name: str, config: Any) -> dict[str, Any]:
     elif hasattr(config, "__dict__") and not isinstance(config, type):
         given = {key: value for key, value in vars(config).items() if not key.startswith("_")}
     else:
-        raise InvalidArgument(f"{name} is {config!r}: give a dict or an object with attributes", name)
+        raise invalid(name, f"is {config!r}: give a dict or an object with attributes")
     return {key: value for key, value in given.items() if value is not None}
 
 

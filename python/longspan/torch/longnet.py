@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .._errors import InvalidArgument
+from .._errors import InvalidArgument, invalid
 from .._named import flag, refused
 from .cache import DilatedCache
 from .multihead import MultiheadDilatedAttention
@@ -38,7 +38,7 @@ _ACTIVATIONS = {"relu": functional.relu, "gelu": functional.gelu, "silu": functi
 def _activation(given: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     function = _ACTIVATIONS.get(given) if isinstance(given, str) else given
     if not callable(function):
-        raise InvalidArgument(f"activation is {given!r}: give 'relu', 'gelu', 'silu' or a function", "activation")
+        raise invalid("activation", f"is {given!r}: give 'relu', 'gelu', 'silu' or a function")
     return function
 
 
@@ -94,9 +94,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.d_model, heads = at_least("d_model", a.d_model, 1), at_least("nhead", a.nhead, 1)
         if self.d_model % heads:
-            raise InvalidArgument(
-                f"d_model is {a.d_model}, nhead is {a.nhead}: d_model must be a multiple of nhead", "d_model"
-            )
+            raise invalid("d_model", f"is {a.d_model}, nhead is {a.nhead}: d_model must be a multiple of nhead")
         hidden = at_least("dim_feedforward", a.dim_feedforward, 1)
         self.gamma_init = at_least_zero("gamma_init", a.gamma_init)
         self.activation = _activation(a.activation)
@@ -124,7 +122,7 @@ class _Layer(nn.Module):
         if not isinstance(x, Tensor):
             raise refused(name, x, "a torch tensor")
         if x.dim() != 3 or x.shape[2] != self.d_model:
-            raise InvalidArgument(f"{name} has shape {list(x.shape)}: give [batch, tokens, d_model = {self.d_model}]", name)
+            raise invalid(name, f"has shape {list(x.shape)}: give [batch, tokens, d_model = {self.d_model}]")
 
     def _attend(
         self, module: MultiheadDilatedAttention, x: Tensor, memory: Tensor, is_causal: bool, cache: DilatedCache | None
@@ -181,9 +179,7 @@ class DilatedTransformerDecoderLayer(_Layer):
         """tgt and memory [batch, tokens, d_model], equal in shape -> the same shape. caches as in the encoder layer."""
         self._check("tgt", tgt)
         if memory.shape != tgt.shape:
-            raise InvalidArgument(
-                f"memory has shape {list(memory.shape)}, tgt has {list(tgt.shape)}: they must be equal", "memory"
-            )
+            raise invalid("memory", f"has shape {list(memory.shape)}, tgt has {list(tgt.shape)}: they must be equal")
         own, over_memory = caches or (None, None)
         normed = self.norm1(tgt)
         x = tgt + self._attend(self.self_attn, normed, normed, tgt_is_causal, own)
@@ -280,7 +276,7 @@ class LongNetCache:
 
     def of(self, layer: nn.Module) -> tuple[Any, ...]:
         if layer not in self._layers:
-            raise InvalidArgument("cache belongs to another model: make one with this model's new_cache()", "cache")
+            raise invalid("cache", "belongs to another model: make one with this model's new_cache()")
         return self._layers[layer]
 
     @property
@@ -310,10 +306,10 @@ class LongNetCache:
         positions, lengths = (x if isinstance(x, list) else [x] for x in (self.position, self.length))
         for position, length in zip(positions, lengths):
             if position + count > length:
-                raise InvalidArgument(
-                    f"ids would end at position {position + count}, the cache's length is {length}: make the cache with "
-                    "the final length",
+                raise invalid(
                     "ids",
+                    f"would end at position {position + count}, the cache's length is {length}: make the cache with "
+                    "the final length",
                 )
 
     def reset(self) -> None:
@@ -347,15 +343,13 @@ class LongNetLM(nn.Module):
         if not isinstance(ids, Tensor):
             raise refused("ids", ids, "a torch tensor of whole numbers [batch, tokens]")
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise InvalidArgument(
-                f"ids is {list(ids.shape)} {ids.dtype}: give whole numbers [batch, tokens], int64 or int32", "ids"
+            raise invalid(
+                "ids", f"is {list(ids.shape)} {ids.dtype}: give whole numbers [batch, tokens], int64 or int32"
             )
         if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():  # a GPU would have to be waited for
             low, high = (int(x) for x in ids.aminmax())
             if low < 0 or high >= self.num_tokens:
-                raise InvalidArgument(
-                    f"ids has {low if low < 0 else high}: give tokens from 0 to {self.num_tokens - 1}", "ids"
-                )
+                raise invalid("ids", f"has {low if low < 0 else high}: give tokens from 0 to {self.num_tokens - 1}")
 
     def _hidden(
         self, ids: Tensor, is_causal: bool, first: Any, length: Any, cache: LongNetCache | None = None
@@ -374,10 +368,10 @@ class LongNetLM(nn.Module):
     def new_cache(self, length: int | None = None) -> LongNetCache:
         """An empty cache for decode. positions='xpos' needs the final length of the sequence, prompt included."""
         if length is None and self.pos_embedding.kind == "xpos":
-            raise InvalidArgument(
-                "length is None: positions='xpos' depends on the final length of the sequence; give it, or use "
-                "positions='rotary'",
+            raise invalid(
                 "length",
+                "is None: positions='xpos' depends on the final length of the sequence; give it, or use "
+                "positions='rotary'",
             )
         return self.long_net.new_cache(length)
 
@@ -416,7 +410,7 @@ class LongNetLM(nn.Module):
         """
         self._check(ids)
         if ids.shape[1] < 1:
-            raise InvalidArgument("ids has no tokens: give a prompt of at least one", "ids")
+            raise invalid("ids", "has no tokens: give a prompt of at least one")
         count = at_least("max_new_tokens", max_new_tokens, 0)
         chunk = at_least("prefill_chunk", prefill_chunk, 1)
         sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
@@ -435,8 +429,9 @@ class LongNetLM(nn.Module):
             return [tokens] * batch
         result = integers("lengths", lengths.tolist() if isinstance(lengths, Tensor) else lengths)
         if len(result) != batch or not all(1 <= length <= tokens for length in result):
-            raise InvalidArgument(
-                f"lengths is {result}: give a number from 1 to the {tokens} tokens of ids for each of {batch} entries", "lengths"
+            raise invalid(
+                "lengths",
+                f"is {result}: give a number from 1 to the {tokens} tokens of ids for each of {batch} entries",
             )
         return result
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._errors import InvalidArgument
+from .._errors import invalid
 from .._named import flag, refused
 from .dilated import DilatedAttention, ImprovedDilatedAttention
 from .options import at_least_zero, autocast_once, boolean_padding, check_dropout, hooked, inner_norm
@@ -79,9 +79,8 @@ class _Multihead(nn.Module):
         self.batch_first = True
         embed_dim, num_heads = integer("embed_dim", arguments.embed_dim), integer("num_heads", arguments.num_heads)
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
-            raise InvalidArgument(
-                f"embed_dim is {embed_dim}, num_heads is {num_heads}: embed_dim must be a multiple of num_heads",
-                "embed_dim",
+            raise invalid(
+                "embed_dim", f"is {embed_dim}, num_heads is {num_heads}: embed_dim must be a multiple of num_heads"
             )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -93,9 +92,8 @@ class _Multihead(nn.Module):
         )  # fmt: skip
         groups = len(self.attention.segment_lengths)
         if num_heads < groups:
-            raise InvalidArgument(
-                f"num_heads is {num_heads}, segment_lengths has {groups} entries: give at least one head for each",
-                "num_heads",
+            raise invalid(
+                "num_heads", f"is {num_heads}, segment_lengths has {groups} entries: give at least one head for each"
             )
         bias, placement = flag("bias", arguments.bias), {"device": arguments.device, "dtype": arguments.dtype}
         self._make_projections(bias, placement)
@@ -169,28 +167,19 @@ class _Multihead(nn.Module):
 
     def _check(self, name: str, tensor: Tensor, like: Tensor) -> None:
         if tensor.dim() != 3 or tensor.shape[2] != self.embed_dim:
-            raise InvalidArgument(
-                f"{name} has shape {list(tensor.shape)}: give [batch, tokens, embed_dim = {self.embed_dim}]", name
-            )
+            raise invalid(name, f"has shape {list(tensor.shape)}: give [batch, tokens, embed_dim = {self.embed_dim}]")
         if tensor.shape != like.shape:
-            raise InvalidArgument(
-                f"{name} has shape {list(tensor.shape)}, query has {list(like.shape)}: they must be equal", name
-            )
+            raise invalid(name, f"has shape {list(tensor.shape)}, query has {list(like.shape)}: they must be equal")
         if tensor.device != like.device:
-            raise InvalidArgument(
-                f"{name} is on {tensor.device}, query is on {like.device}: move them to one device", name
-            )
+            raise invalid(name, f"is on {tensor.device}, query is on {like.device}: move them to one device")
         if type(self.out_proj) is not nn.Linear:
             return  # somebody's own layer: it may take other types
         weight = self.out_proj.weight
         if tensor.device != weight.device:
-            raise InvalidArgument(
-                f"{name} is on {tensor.device}, the module is on {weight.device}: move one of them", name
-            )
+            raise invalid(name, f"is on {tensor.device}, the module is on {weight.device}: move one of them")
         if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
-            raise InvalidArgument(
-                f"{name} is {tensor.dtype}, the module is {weight.dtype}: convert one of them, or use torch.autocast",
-                name,
+            raise invalid(
+                name, f"is {tensor.dtype}, the module is {weight.dtype}: convert one of them, or use torch.autocast"
             )
 
     def forward(
@@ -254,7 +243,7 @@ class _Multihead(nn.Module):
 
     def _forward_nested(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         if key is not query or value is not query or not self.batch_first:
-            raise InvalidArgument("query is nested: give the same tensor as key and value, batch first", "query")
+            raise invalid("query", "is nested: give the same tensor as key and value, batch first")
         lengths = torch.tensor([len(one) for one in query.unbind()], device=query.device)
         padded = torch.nested.to_padded_tensor(query, 0.0)
         padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]

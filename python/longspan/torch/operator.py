@@ -24,7 +24,7 @@ from torch import Tensor
 from .._arguments import DATA_NAMES, NO_DATA, OPTION_NAMES, SCHEMA
 from .._arguments import Arguments, CallData, Settings, check_seed, listed, refuse_names
 from .._diagnosis import diagnosed
-from .._errors import InvalidArgument, Unsupported
+from .._errors import InvalidArgument, Unsupported, invalid
 from .._longspan import Attention, BlockPattern, Pattern, TorchCalls
 from .._named import choice, flag, is_number, refused
 from .._patterns import as_pattern, cached, compiled, whole_seed
@@ -61,10 +61,10 @@ _CPU, _CUDA = 1, 2  # DLPack's device types
 def _dtype_number(name: str, tensor: Tensor) -> int:
     number = _DTYPES.get(tensor.dtype)
     if number is None:
-        raise InvalidArgument(
-            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}: attention runs on float32, bfloat16, "
-            "float16 and float64 (bool for key_mask, int32 or int64 for lengths)",
+        raise invalid(
             name,
+            f"has dtype {str(tensor.dtype).removeprefix('torch.')}: attention runs on float32, bfloat16, "
+            "float16 and float64 (bool for key_mask, int32 or int64 for lengths)",
         )
     return number
 
@@ -89,13 +89,13 @@ _STRIDED = torch.strided
 
 def check_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout is not _STRIDED:
-        raise InvalidArgument(f"{name} is a tensor of layout {tensor.layout}: give a dense one", name)
+        raise invalid(name, f"is a tensor of layout {tensor.layout}: give a dense one")
 
 
 def _check_data(name: str, tensor: Tensor, query: Tensor) -> None:
     check_dense(name, tensor)
     if tensor.is_meta and not query.is_meta:
-        raise InvalidArgument(f"{name} is on meta, query is on {query.device}: move them to one device", name)
+        raise invalid(name, f"is on meta, query is on {query.device}: move them to one device")
 
 
 def with_contiguous_rows(tensor: Tensor) -> Tensor:
@@ -133,13 +133,11 @@ def seed_arguments(query: Tensor, seed: Tensor | None) -> tuple[int, int]:
     if seed is None:
         return 0, 0
     if seed.dtype is not torch.int64 or seed.numel() != 1:
-        raise InvalidArgument(
-            f"seed is a tensor of {seed.numel()} {str(seed.dtype).removeprefix('torch.')}: give one int64", "seed"
-        )
+        raise invalid("seed", f"is a tensor of {seed.numel()} {str(seed.dtype).removeprefix('torch.')}: give one int64")
     if not (seed.is_cuda and query.is_cuda):
         return int(seed) & 0xFFFF_FFFF_FFFF_FFFF, 0
     if seed.device != query.device:
-        raise InvalidArgument(f"seed is on {seed.device}, query is on {query.device}: move them to one device", "seed")
+        raise invalid("seed", f"is on {seed.device}, query is on {query.device}: move them to one device")
     return 0, seed.data_ptr()
 
 
@@ -150,9 +148,7 @@ def _check_capture(query: Tensor, lengths: Tensor | None) -> None:
     with torch.cuda.device(query.device):  # where the call runs, whichever device is current
         capturing = torch.cuda.is_current_stream_capturing()
     if capturing:
-        raise InvalidArgument(
-            "lengths is on the host inside a graph capture: move it to the GPU, where replays can read it", "lengths"
-        )
+        raise invalid("lengths", "is on the host inside a graph capture: move it to the GPU, where replays can read it")
 
 
 def _empty_lse(query: Tensor) -> Tensor:
@@ -166,9 +162,7 @@ _empty_like = functools.partial(torch.empty_like, memory_format=torch.contiguous
 def _check_shapes(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
-            raise InvalidArgument(
-                f"{name} has {tensor.dim()} dimensions: {name} is [batch, tokens, heads, head_dim]", name
-            )
+            raise invalid(name, f"has {tensor.dim()} dimensions: {name} is [batch, tokens, heads, head_dim]")
         _dtype_number(name, tensor)
 
 
@@ -390,13 +384,13 @@ def _as_tensor(name: str, value: Any, dtype: torch.dtype, query: Tensor) -> Tens
             _check_data(name, value, query)
         return value
     if not isinstance(value, (list, tuple)):
-        raise InvalidArgument(f"{name} is {type(value).__name__}: give a torch tensor or a list", name)
+        raise invalid(name, f"is {type(value).__name__}: give a torch tensor or a list")
     try:
         result = torch.tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidArgument(f"{name} is {value!r}: give a list of numbers", name) from None
+        raise invalid(name, f"is {value!r}: give a list of numbers") from None
     if result.is_floating_point() and not dtype.is_floating_point and result.numel() > 0:
-        raise InvalidArgument(f"{name} is {value}: give whole numbers", name)
+        raise invalid(name, f"is {value}: give whole numbers")
     return result.to(dtype)
 
 
@@ -417,9 +411,7 @@ def _flat(query_ranges: Any) -> list[int]:
     except (TypeError, ValueError):
         flat = [None]
     if not all(isinstance(number, (int, torch.SymInt)) for number in flat):
-        raise InvalidArgument(
-            f"query_ranges is {query_ranges!r}: give a list of pairs of whole numbers (start, count)", "query_ranges"
-        )
+        raise invalid("query_ranges", f"is {query_ranges!r}: give a list of pairs of whole numbers (start, count)")
     return flat
 
 
@@ -472,7 +464,7 @@ def check_tensors(**tensors: Any) -> None:
         if first is None:
             first, place = name, tensor.device
         elif tensor.device != place:
-            raise InvalidArgument(f"{name} is on {tensor.device}, {first} is on {place}: move them to one device", name)
+            raise invalid(name, f"is on {tensor.device}, {first} is on {place}: move them to one device")
 
 
 def explained(

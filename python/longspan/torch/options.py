@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
-from .._errors import InvalidArgument, warn_once
+from .._errors import InvalidArgument, invalid, warn_once
 from .._longspan import Pattern
 from .._named import refused, shown
 from .._patterns import noticed
@@ -87,14 +87,14 @@ def _whole(value: object) -> int | None:
 def integer(name: str, value: int) -> int:
     result = _whole(value)
     if result is None:
-        raise InvalidArgument(f"{name} is {value!r}: give a whole number", name)
+        raise invalid(name, f"is {value!r}: give a whole number")
     return result
 
 
 def at_least(name: str, value: int, least: int) -> int:
     result = integer(name, value)
     if result < least:
-        raise InvalidArgument(f"{name} is {value}: give at least {least}", name)
+        raise invalid(name, f"is {value}: give at least {least}")
     return result
 
 
@@ -105,7 +105,7 @@ def integers(name: str, values: Sequence[int]) -> list[int]:
     except (TypeError, ValueError):
         result = [None]
     if None in result or isinstance(values, (str, bytes, Mapping)):
-        raise InvalidArgument(f"{name} is {values!r}: give a list of whole numbers", name)
+        raise invalid(name, f"is {values!r}: give a list of whole numbers")
     return [value for value in result if value is not None]
 
 
@@ -115,7 +115,7 @@ def finite(name: str, value: float) -> float:
     except (TypeError, ValueError):
         result = math.nan
     if not math.isfinite(result):
-        raise InvalidArgument(f"{name} is {value!r}: give a finite number", name)
+        raise invalid(name, f"is {value!r}: give a finite number")
     return result
 
 
@@ -140,7 +140,7 @@ def require_tensors(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             what = shown(tensor) if not isinstance(tensor, Tensor) else f"of shape {list(tensor.shape)}"
-            raise InvalidArgument(f"{name} is {what}: give a tensor [batch, tokens, heads, head_dim]", name)
+            raise invalid(name, f"is {what}: give a tensor [batch, tokens, heads, head_dim]")
 
 
 def hooked(module: nn.Module) -> bool:
@@ -172,24 +172,24 @@ def dilated_pattern(segment_lengths: list[int], dilation_rates: list[int]) -> Pa
         )
     for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if not values:
-            raise InvalidArgument(f"{name} is empty: give at least one entry", name)
+            raise invalid(name, "is empty: give at least one entry")
         for value in values:
             if value < 1:
-                raise InvalidArgument(f"{name} has {value}: entries are at least 1", name)
+                raise invalid(name, f"has {value}: entries are at least 1")
     return noticed(Pattern.dilated(segment_lengths, dilation_rates)).with_output_scale(1.0 / len(segment_lengths))
 
 
 def at_least_zero(name: str, value: float) -> float:
     result = finite(name, value)
     if result < 0:
-        raise InvalidArgument(f"{name} is {value}: give 0 or more", name)
+        raise invalid(name, f"is {value}: give 0 or more")
     return result
 
 
 def check_dropout(name: str, value: float) -> float:
     result = finite(name, value)
     if not 0.0 <= result < 1.0:
-        raise InvalidArgument(f"{name} is {value}: give a probability from 0 up to, but not including, 1", name)
+        raise invalid(name, f"is {value}: give a probability from 0 up to, but not including, 1")
     return result
 
 
@@ -201,10 +201,10 @@ def boolean_padding(mask: Tensor | None) -> Tensor | None:
     captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     unknown_values = torch.compiler.is_compiling() or mask.is_meta or captured
     if not unknown_values and not bool((padding | (mask == 0)).all()):
-        raise InvalidArgument(
-            "key_padding_mask has numbers other than 0 and -inf: nothing is added to scores; give booleans, true where a key "
-            "is padding",
+        raise invalid(
             "key_padding_mask",
+            "has numbers other than 0 and -inf: nothing is added to scores; give booleans, true where a key "
+            "is padding",
         )
     return padding
 
@@ -220,9 +220,9 @@ def key_mask(name: str, mask: Tensor | None, batch: int, tokens: int, *, two_dim
     if shape not in allowed:
         wanted = " or ".join(str(list(one)) for one in allowed)
         hint = "; use is_causal or a pattern for what depends on the query" if shape[-2:] == (tokens, tokens) else ""
-        raise InvalidArgument(f"{name} has shape {list(shape)}: give {wanted}{hint}", name)
+        raise invalid(name, f"has shape {list(shape)}: give {wanted}{hint}")
     if mask.is_floating_point():
-        raise InvalidArgument(f"{name} has dtype {mask.dtype}: give booleans; nothing is added to scores", name)
+        raise invalid(name, f"has dtype {mask.dtype}: give booleans; nothing is added to scores")
     if mask.dtype is not torch.bool:
         mask = mask != 0
     return mask.reshape(batch, tokens)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .._errors import InvalidArgument
+from .._errors import InvalidArgument, invalid
 from .._named import choice
 
 KINDS = ("xpos", "rotary", "none")
@@ -32,9 +32,7 @@ class Positions(nn.Module):
         super().__init__()
         choice("positions", kind, KINDS)
         if width % 2 and kind != "none":
-            raise InvalidArgument(
-                f"d_model is {width}: positions={kind!r} turns pairs of channels; give an even number", "d_model"
-            )
+            raise invalid("d_model", f"is {width}: positions={kind!r} turns pairs of channels; give an even number")
         self.width = width
         self.kind = kind
         # Old weights bring it along. Not read: half precision would round it, and its powers far more.

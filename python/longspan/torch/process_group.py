@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._communicator import Communicator
-from .._errors import CommError, InvalidArgument
+from .._errors import CommError, InvalidArgument, invalid
 from .._longspan import all_gather, native_communicator
 
 
@@ -39,9 +39,7 @@ def group_or_default(group: Any, otherwise: str = "") -> Any:
                 "process_group",
             )
     elif dist.get_rank(group) < 0:
-        raise InvalidArgument(
-            "process_group does not contain this process: call the module on the group's own ranks only", "process_group"
-        )
+        raise invalid("process_group", "does not contain this process: call the module on the group's own ranks only")
     return group
 
 

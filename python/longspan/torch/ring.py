@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._errors import InvalidArgument
+from .._errors import invalid
 from .._named import refused
 from .dilated import DilatedAttention
 from .multihead import Branches, MultiheadArguments, _Multihead
@@ -172,7 +172,7 @@ def shard(
     check_dense("tensor", tensor)
     dim = integer("dim", dim)
     if not -tensor.dim() <= dim < tensor.dim():
-        raise InvalidArgument(f"dim is {dim}: tensor has {tensor.dim()} dimensions", "dim")
+        raise invalid("dim", f"is {dim}: tensor has {tensor.dim()} dimensions")
     ranges = layout_of(layout)(tensor.shape[dim], ring_size).ranges(rank) or [(0, 0)]
     parts = [tensor.narrow(dim, start, count) for start, count in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -209,9 +209,9 @@ def unshard(
 def _place(rank: int | None, ring_size: int | None, process_group: Any) -> tuple[int, int]:
     group = group_or_default(process_group) if rank is None or ring_size is None else None
     if group is None and (rank is None or ring_size is None):
-        raise InvalidArgument("rank and ring_size are missing: give both, or initialise a process group", "rank")
+        raise invalid("rank", "and ring_size are missing: give both, or initialise a process group")
     rank = dist.get_rank(group) if rank is None else integer("rank", rank)
     ring_size = dist.get_world_size(group) if ring_size is None else integer("ring_size", ring_size)
     if not 0 <= rank < ring_size:
-        raise InvalidArgument(f"rank is {rank}: give 0 to {ring_size - 1}", "rank")
+        raise invalid("rank", f"is {rank}: give 0 to {ring_size - 1}")
     return rank, ring_size

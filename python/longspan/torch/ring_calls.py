@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._errors import CommError, InvalidArgument, Unsupported, renamed
+from .._errors import CommError, InvalidArgument, Unsupported, invalid, renamed
 from .._longspan import Attention, Pattern, Ring, RingHalo, Shards, local_ring
 from .._named import choice, flag
 from .._patterns import compiled
@@ -223,7 +223,7 @@ class RingArguments:
         self.use_checkpointing = bool(self.use_checkpointing)
         self.deadline = DEADLINE if self.deadline is None else finite("deadline", self.deadline)
         if self.deadline <= 0:
-            raise InvalidArgument(f"deadline is {self.deadline}: give seconds above 0", "deadline")
+            raise invalid("deadline", f"is {self.deadline}: give seconds above 0")
         layout_of(self.layout)
         self.halo_limit_bytes = integer("halo_limit_bytes", self.halo_limit_bytes)
         if self.shard_lengths is not None:
@@ -231,7 +231,7 @@ class RingArguments:
         if self.ring_size is not None:
             self.ring_size = integer("ring_size", self.ring_size)
             if self.ring_size < 1:
-                raise InvalidArgument(f"ring_size is {self.ring_size}: give at least 1", "ring_size")
+                raise invalid("ring_size", f"is {self.ring_size}: give at least 1")
 
 
 class RingSettings(NamedTuple):
@@ -281,9 +281,8 @@ class RingCalls:
             return None
         size = dist.get_world_size(group)
         if self.ring_size is not None and self.ring_size != size:
-            raise InvalidArgument(
-                f"ring_size is {self.ring_size} and the process group has {size} ranks: give {size}, 1 or None",
-                "ring_size",
+            raise invalid(
+                "ring_size", f"is {self.ring_size} and the process group has {size} ranks: give {size}, 1 or None"
             )
         return group if size > 1 else None
 
@@ -321,10 +320,10 @@ class RingCalls:
         )
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.shape[1] != query.shape[1] or tensor.device != query.device:
-                raise InvalidArgument(
-                    f"{name} has {tensor.shape[1]} rows on {tensor.device}, query has {query.shape[1]} on {query.device}: "
-                    "give a rank's own rows of all three",
+                raise invalid(
                     name,
+                    f"has {tensor.shape[1]} rows on {tensor.device}, query has {query.shape[1]} on {query.device}: "
+                    "give a rank's own rows of all three",
                 )
         query, key, value = map(with_contiguous_rows, (query, key, value))
         mask = None

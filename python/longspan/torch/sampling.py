@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._errors import InvalidArgument
+from .._errors import invalid
 from .options import finite, integer
 
 
@@ -17,13 +17,13 @@ class Sampler:
     ) -> None:
         self.temperature = finite("temperature", temperature)
         if self.temperature < 0:
-            raise InvalidArgument(f"temperature is {temperature}: give 0 (the likeliest token) or more", "temperature")
+            raise invalid("temperature", f"is {temperature}: give 0 (the likeliest token) or more")
         self.top_k = None if top_k is None else integer("top_k", top_k)
         if self.top_k is not None and self.top_k < 1:
-            raise InvalidArgument(f"top_k is {top_k}: give at least 1, or None for all tokens", "top_k")
+            raise invalid("top_k", f"is {top_k}: give at least 1, or None for all tokens")
         self.top_p = None if top_p is None else finite("top_p", top_p)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InvalidArgument(f"top_p is {top_p}: give a probability above 0, up to 1", "top_p")
+            raise invalid("top_p", f"is {top_p}: give a probability above 0, up to 1")
         self.generator = None
         if seed is not None:
             self.generator = torch.Generator(device).manual_seed(integer("seed", seed))

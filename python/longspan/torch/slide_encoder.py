@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._errors import InvalidArgument
+from .._errors import InvalidArgument, invalid
 from .._longspan import Pattern
 from .operator import attention
 
@@ -116,7 +116,7 @@ class SlideEncoder(nn.Module):
     ) -> None:
         super().__init__()
         if width % 4 or width % heads:
-            raise InvalidArgument(f"width is {width}: give a multiple of 4 and of heads = {heads}", "width")
+            raise invalid("width", f"is {width}: give a multiple of 4 and of heads = {heads}")
         self.tile_pixels = tile_pixels
         self.grid = grid
         self.global_pool = global_pool
@@ -175,11 +175,11 @@ class SlideEncoder(nn.Module):
 def load_slide_weights(encoder: SlideEncoder, file: str | Path) -> None:
     """Loads GigaPath's slide_encoder.pth (or a state_dict of SlideEncoder). Raises if a parameter is missing."""
     if Path(file).is_dir():
-        raise InvalidArgument(f"file {file} is a folder: give slide_encoder.pth inside it, or another file", "file")
+        raise invalid("file", f"{file} is a folder: give slide_encoder.pth inside it, or another file")
     state = torch.load(file, map_location="cpu", weights_only=True)
     state = state.get("model", state)
     wanted = encoder.state_dict().keys()
     missing = sorted(wanted - state.keys())
     if missing:
-        raise InvalidArgument(f"file {file} lacks {len(missing)} parameters, among them {missing[0]}", "file")
+        raise invalid("file", f"{file} lacks {len(missing)} parameters, among them {missing[0]}")
     encoder.load_state_dict({name: state[name] for name in wanted})

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+#: Of hierarchical: (stride, window), -1 for everything.
+LEVELS = ((64, 256), (256, 1024), (1024, -1))
+
+
 @constant
 def dense() -> Pattern:
     """Every position sees every position (or every earlier one, if causal)."""
@@ -120,9 +124,7 @@ def global_local(global_tokens: int, window: int, block_size: int = 64) -> Block
 
 
 @constant
-def hierarchical(
-    levels: Sequence[tuple[int, int]] = ((64, 256), (256, 1024), (1024, -1)), block_size: int = 64
-) -> BlockPattern:
+def hierarchical(levels: Sequence[tuple[int, int]] = LEVELS, block_size: int = 64) -> BlockPattern:
     """(stride, window) of each level in tokens: every stride-th row sees a window, or everything if window is -1."""
     return BlockPattern.hierarchical(levels, block_size)
 

@@ -14,10 +14,11 @@ from .._errors import InvalidArgument, Unsupported, invalid
 from .._inspect import adaptive_mask, attention_blocks
 from .._named import choice, flag
 from .._longspan import BlockMask, BlockPattern, Pattern
-from .._patterns import dilated, draw
+from .._patterns import LEVELS, dilated, draw
 from .multihead import Branches, Heads, Layers, MultiheadDilatedAttention
 from .operator import attention
-from .options import at_least, check_dropout, finite, integer, integers, key_mask, made_from, require_tensors, warn_once
+from .options import at_least, check_dropout, check_pairs, finite, integer, integers, key_mask, made_from
+from .options import require_tensors, warn_once
 from .ring_calls import RingArguments, RingCalls, RingSettings
 
 __all__ = [
@@ -25,11 +26,6 @@ __all__ = [
     "BlockSparseRingMultiheadDilatedAttention", "HierarchicalConfig", "SparsePatternConfig",
     "create_block_sparse_attention",
 ]  # fmt: skip
-
-_PATTERN_TYPES = (
-    "dilated_sparse", "local_window", "local", "global_local", "longformer", "strided", "hierarchical", "random", "bigbird",
-)  # fmt: skip
-_BLOCK_SIZES = (16, 32, 64, 128)
 
 
 @dataclass
@@ -54,11 +50,7 @@ class HierarchicalConfig:
     """Levels {"stride": tokens, "window_size": tokens, or -1 for everything}."""
 
     level_configs: list[dict[str, int]] = field(
-        default_factory=lambda: [
-            {"stride": 64, "window_size": 256},
-            {"stride": 256, "window_size": 1024},
-            {"stride": 1024, "window_size": -1},
-        ]
+        default_factory=lambda: [{"stride": stride, "window_size": window} for stride, window in LEVELS]
     )
 
     @property
@@ -174,7 +166,7 @@ def _small_blocks(sparse_config: Any) -> int:
 
 def _block_size(value: int) -> int:
     size = integer("block_size", value)
-    if size not in _BLOCK_SIZES:
+    if size not in (16, 32, 64, 128):
         raise invalid("block_size", f"is {size}: use 16, 32, 64 or 128")
     return size
 
@@ -189,12 +181,7 @@ class _BlockSparse(RingCalls, nn.Module):
         self._init_ring(RingArguments(1 if arguments.ring_size is None else arguments.ring_size))
         self.segment_lengths = integers("segment_lengths", arguments.segment_lengths)
         self.dilation_rates = integers("dilation_rates", arguments.dilation_rates)
-        if len(self.segment_lengths) != len(self.dilation_rates):
-            raise InvalidArgument(
-                f"segment_lengths has {len(self.segment_lengths)} entries, dilation_rates has "
-                f"{len(self.dilation_rates)}: give one rate per segment",
-                "dilation_rates",
-            )
+        check_pairs(self.segment_lengths, self.dilation_rates)
         self.block_size = _block_size(block_size)
         self.dropout = check_dropout("dropout", arguments.dropout)
 
@@ -218,9 +205,7 @@ class _BlockSparse(RingCalls, nn.Module):
         if out is not None:
             return out
         pattern = chosen or self.pattern(key.shape[1])
-        allowed = None
-        if mask is not None:
-            allowed = key_mask("attention_mask", mask, key.shape[0], key.shape[1])
+        allowed = key_mask("attention_mask", mask, key.shape[0], key.shape[1])
         return attention(query, key, value, pattern, causal=is_causal, dropout=dropout, key_mask=allowed)
 
 
@@ -243,20 +228,16 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
     def block_pattern(self, tokens: int) -> BlockPattern:
         config, size = self.sparse_config, self.block_size
         window, shared = config.local_window_size, min(config.global_tokens, tokens)
-        kind = choice("pattern_type", config.pattern_type, _PATTERN_TYPES)
-        if kind == "dilated_sparse":
-            return BlockPattern.dilated_sparse(self.dilation_rates, size)
-        if kind in ("local_window", "local"):
-            return BlockPattern.local_window(window, size)
-        if kind in ("global_local", "longformer"):
-            return BlockPattern.global_local(shared, window, size)
-        if kind == "bigbird":
-            return BlockPattern.bigbird(shared, window, self.density, 0, size)
-        if kind == "random":
-            return BlockPattern.random(self.density, 0, size)
-        if kind == "strided":
-            return BlockPattern.strided(window, size)
-        return BlockPattern.parse(f"block={size} hierarchical")
+        makers = {
+            "dilated_sparse": lambda: BlockPattern.dilated_sparse(self.dilation_rates, size),
+            **dict.fromkeys(("local_window", "local"), lambda: BlockPattern.local_window(window, size)),
+            **dict.fromkeys(("global_local", "longformer"), lambda: BlockPattern.global_local(shared, window, size)),
+            "strided": lambda: BlockPattern.strided(window, size),
+            "hierarchical": lambda: BlockPattern.hierarchical(LEVELS, size),
+            "random": lambda: BlockPattern.random(self.density, 0, size),
+            "bigbird": lambda: BlockPattern.bigbird(shared, window, self.density, 0, size),
+        }
+        return makers[choice("pattern_type", config.pattern_type, list(makers))]()
 
     def pattern(self, tokens: int) -> Pattern:
         if not self.compose:

@@ -162,14 +162,18 @@ def inner_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
         return functional.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
 
 
-def dilated_pattern(segment_lengths: list[int], dilation_rates: list[int]) -> Pattern:
-    """Head groups with the drop-in classes' output scale 1/G; messages name the Python arguments."""
+def check_pairs(segment_lengths: list[int], dilation_rates: list[int]) -> None:
     if len(segment_lengths) != len(dilation_rates):
         raise InvalidArgument(
             f"segment_lengths has {len(segment_lengths)} entries, dilation_rates has {len(dilation_rates)}: give one "
             "rate per segment",
             "dilation_rates",
         )
+
+
+def dilated_pattern(segment_lengths: list[int], dilation_rates: list[int]) -> Pattern:
+    """Head groups with the drop-in classes' output scale 1/G; messages name the Python arguments."""
+    check_pairs(segment_lengths, dilation_rates)
     for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if not values:
             raise invalid(name, "is empty: give at least one entry")

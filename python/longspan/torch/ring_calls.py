@@ -326,9 +326,7 @@ class RingCalls:
                     "give a rank's own rows of all three",
                 )
         query, key, value = map(with_contiguous_rows, (query, key, value))
-        mask = None
-        if attention_mask is not None:
-            mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
+        mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
         extras: dict[str, Any] = {"seed": 0}
         if group is not None:
             shards = self._agree(group, {"query": query, "key": key, "value": value}, settings, mask, extras)

@@ -33,7 +33,7 @@ from pathlib import Path
 import longspan
 import longspan.torch as lt  # before torch itself: says what is missing
 from longspan.bench.composition import longnet_composition
-from longspan.bench.timing import gpu_facts, gpu_seconds, gpu_seconds_of_each, without_folders
+from longspan.bench.timing import gpu_facts, gpu_seconds, without_folders
 from longspan.torch.operator import raw_tensor
 
 import torch
@@ -46,6 +46,19 @@ KINDS = ("burst", "queued", "sustained")  # of times
 COMPILED = "compiled "  # how names of peers begin that torch.compile makes
 OURS = {"": "longspan", "engine_": "engine"}  # by how the keys of their ratios begin
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def gpu_seconds_of_each(function: Callable[[], object], calls: int) -> list[float]:
+    """The device's time of each of several calls in a row. The host may run ahead of the device, as it does in a loop:
+    where it cannot, the time is the host's."""
+    pairs = []
+    for _ in range(calls):
+        pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        pairs[-1][0].record()
+        function()
+        pairs[-1][1].record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
 
 @dataclasses.dataclass(frozen=True)

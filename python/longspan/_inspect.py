@@ -51,18 +51,10 @@ def _run(function: Any, q: Any, k: Any, pattern: Any, more: tuple = (), **argume
 
 
 def attention_blocks(
-    q: Any,
-    k: Any,
-    pattern: Pattern | BlockPattern | str | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    block_size: int | None = None,
-    lengths: Any = None,
-    key_mask: Any = None,
-    alibi_slopes: Any = None,
-    query_ranges: Sequence[tuple[int, int]] | None = None,
-) -> dict[str, Any]:
+    q: Any, k: Any, pattern: Pattern | BlockPattern | str | None = None, *, causal: bool = False,
+    scale: float | None = None, block_size: int | None = None, lengths: Any = None, key_mask: Any = None,
+    alibi_slopes: Any = None, query_ranges: Sequence[tuple[int, int]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The blocks of the (query, key) square that attend, with their probabilities: a dict of
 
     block_indices [blocks, 4]: (entry, head, block row, block column); block_values [blocks, block_size, block_size]:
@@ -78,17 +70,10 @@ def attention_blocks(
 
 
 def attention_received(
-    q: Array,
-    k: Array,
-    pattern: Pattern | BlockPattern | str | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    lengths: Any = None,
-    key_mask: Any = None,
-    alibi_slopes: Any = None,
+    q: Array, k: Array, pattern: Pattern | BlockPattern | str | None = None, *, causal: bool = False,
+    scale: float | None = None, lengths: Any = None, key_mask: Any = None, alibi_slopes: Any = None,
     query_ranges: Sequence[tuple[int, int]] | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """The total weight every key receives from all queries, float32 [batch, heads, tokens]: what heat maps draw. Costs
     a forward and a backward where the arrays are, and memory linear in the tokens."""
     check_arrays(False, q=q, k=k)
@@ -101,15 +86,9 @@ def attention_received(
 
 
 def adaptive_mask(
-    q: Any,
-    k: Any,
-    pattern: Pattern | BlockPattern | str,
-    *,
-    causal: bool = False,
-    lengths: Any = None,
-    key_mask: Any = None,
-    query_ranges: Sequence[tuple[int, int]] | None = None,
-) -> BlockMask:
+    q: Any, k: Any, pattern: Pattern | BlockPattern | str, *, causal: bool = False, lengths: Any = None,
+    key_mask: Any = None, query_ranges: Sequence[tuple[int, int]] | None = None,
+) -> BlockMask:  # fmt: skip
     """The blocks an adaptive pattern chooses for these arrays: a mask of batch * heads heads, entry by entry."""
     return _run(
         _longspan.adaptive_mask, q, k, pattern, causal=causal, lengths=lengths, key_mask=key_mask,

@@ -240,21 +240,10 @@ def attention(q, k, v, pattern=None, *, return_lse=False, out=None, lse=None, la
 
 @listed
 def attention_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    pattern: Pattern | BlockPattern | str | None = None,
-    *,
-    dlse: Any = None,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-    layout: str = "bnhd",
-    **arguments: Unpack[Arguments],
-) -> tuple[Array, Array, Array]:
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array,
+    pattern: Pattern | BlockPattern | str | None = None, *, dlse: Any = None, dq: Any = None, dk: Any = None,
+    dv: Any = None, layout: str = "bnhd", **arguments: Unpack[Arguments],
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Exact gradients (dq, dk, dv) of longspan.attention, given out and lse as it returned them and the gradient dout
     (and dlse, if lse was used). All other arguments as in the forward call; dq, dk, dv may be arrays to fill."""
     if is_torch(q) and dq is None and dk is None and dv is None:

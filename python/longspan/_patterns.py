@@ -143,12 +143,9 @@ def adaptive(density: float, block_size: int = 64) -> BlockPattern:
 
 @constant
 def bigbird(
-    global_tokens: int | None = None,
-    window: int | None = None,
-    density: float = 0.05,
-    seed: int = 0,
+    global_tokens: int | None = None, window: int | None = None, density: float = 0.05, seed: int = 0,
     block_size: int = 64,
-) -> BlockPattern:
+) -> BlockPattern:  # fmt: skip
     """Global tokens (default: two blocks, or all there are), a local window (default: three blocks) and random blocks."""
     return BlockPattern.bigbird(
         -1 if global_tokens is None else global_tokens, -1 if window is None else window, density, seed, block_size
@@ -164,16 +161,9 @@ def longformer(window: int = 512, global_tokens: int | None = None, block_size: 
 
 
 def draw(
-    pattern: Pattern | BlockPattern | str | None = None,
-    tokens: int = 4096,
-    *,
-    heads: int = 8,
-    head: int = 0,
-    causal: bool = False,
-    cells: int | None = None,
-    svg: bool = False,
-    ascii: bool = False,
-) -> str:
+    pattern: Pattern | BlockPattern | str | None = None, tokens: int = 4096, *, heads: int = 8, head: int = 0,
+    causal: bool = False, cells: int | None = None, svg: bool = False, ascii: bool = False,
+) -> str:  # fmt: skip
     """A picture of one head of a pattern, queries down and keys across: text, or an SVG drawing."""
     made = plan(pattern, options=Options(causal=causal), tokens=tokens, heads=heads, head_dim=1)
     if flag("svg", svg):
@@ -224,16 +214,10 @@ def compiled(pattern: Pattern | BlockPattern | str | None, *options: Any, **name
 
 @functools.lru_cache(maxsize=512)
 def cached(
-    pattern: Pattern | BlockPattern | str | None,
-    causal: bool = False,
-    scale: float | None = None,
-    output_scale: float | None = None,
-    dropout: float = 0.0,
-    deterministic: bool = False,
-    detached_mix: bool = False,
-    allow_tf32: bool = False,
-    kernel: str | None = None,
-) -> Attention:
+    pattern: Pattern | BlockPattern | str | None, causal: bool = False, scale: float | None = None,
+    output_scale: float | None = None, dropout: float = 0.0, deterministic: bool = False, detached_mix: bool = False,
+    allow_tf32: bool = False, kernel: str | None = None,
+) -> Attention:  # fmt: skip
     options = Options(
         causal=flag("causal", causal),
         scale=scale,
@@ -264,23 +248,18 @@ class ProblemArguments(TypedDict, total=False):
 
 
 def plan(
-    pattern: Pattern | BlockPattern | str | None = None,
-    *,
-    options: Options | None = None,
+    pattern: Pattern | BlockPattern | str | None = None, *, options: Options | None = None,
     **problem: Unpack[ProblemArguments],
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan of a pattern for a problem: tokens, heads, head_dim and optionally batch, kv_heads, query_rows, dtype
     ('f32', 'bf16', 'f16', 'f64'), device, lengths, key_mask, alibi (the last three: whether a call has them)."""
     return Attention(as_pattern(pattern), Options() if options is None else options).plan(**problem)  # type: ignore[misc]
 
 
 def kernels(
-    pattern: Pattern | BlockPattern | str | None = None,
-    *,
-    pass_: str = "forward",
-    options: Options | None = None,
+    pattern: Pattern | BlockPattern | str | None = None, *, pass_: str = "forward", options: Options | None = None,
     **problem: Unpack[ProblemArguments],
-) -> list[tuple[str, bool, str]]:
+) -> list[tuple[str, bool, str]]:  # fmt: skip
     """(name, can it run the problem, why not) for every kernel of this build, fastest first. The default problem is
     dense attention over 1,024 tokens, 8 heads of 64, float32."""
     defaults: ProblemArguments = {"tokens": 1024, "heads": 8, "head_dim": 64}

@@ -137,17 +137,9 @@ def _make_forward(detached_mix: bool):
     """DilatedAttention.forward over Longspan. Projections, xpos, inner norm and cache stay torchscale's."""
 
     def forward(
-        self,
-        query,
-        key,
-        value,
-        incremental_state=None,
-        key_padding_mask=None,
-        attn_mask=None,
-        rel_pos=None,
-        is_first_step=False,
-        is_causal=False,
-    ):
+        self, query, key, value, incremental_state=None, key_padding_mask=None, attn_mask=None, rel_pos=None,
+        is_first_step=False, is_causal=False,
+    ):  # fmt: skip
         _check_arguments(self, query, key, value, rel_pos, attn_mask)
         batch, rows, _ = query.shape
         split = (batch, rows, self.num_heads, self.head_dim)

@@ -57,19 +57,6 @@ def busy(spans: list[tuple[str, float, float]]) -> dict[str, object]:
     return {"busy_seconds": total * 1e-6, "kernels": longest}
 
 
-def gpu_seconds_of_each(function: Callable[[], object], calls: int) -> list[float]:
-    """The device's time of each of several calls in a row. The host may run ahead of the device, as it does in a loop:
-    where it cannot, the time is the host's."""
-    pairs = []
-    for _ in range(calls):
-        pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        pairs[-1][0].record()
-        function()
-        pairs[-1][1].record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
-
-
 def alternate(
     functions: dict[str, Callable[[], object]], repeats: int, device: str = "cpu"
 ) -> dict[str, dict[str, float]]:

@@ -263,14 +263,9 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
             )
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        attention_mask: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None,
         return_attention_weights: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. return_attention_weights adds a dict
         of block_indices (entry, head, block row, block column), block_values and block_size."""
         require_tensors(query=query, key=key, value=value)
@@ -379,14 +374,9 @@ class BlockSparseAdaptive(_BlockSparse):
         return BlockMask(np.repeat(shared.to_dense(), heads, axis=0), self.block_size)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        attention_mask: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None,
         return_pattern: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """return_pattern adds {"patterns": (block rows, block columns) of each head}; for several batch entries a list
         of those."""
         require_tensors(query=query, key=key, value=value)
@@ -429,17 +419,10 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 def create_block_sparse_attention(
-    sparsity_ratio: float = 0.9,
-    pattern_type: str = "dilated_sparse",
-    embed_dim: int = 768,
-    num_heads: int = 12,
-    segment_lengths: Sequence[int] = (2048, 4096, 8192),
-    dilation_rates: Sequence[int] = (1, 2, 4),
-    block_size: int = 128,
-    local_window_size: int = 512,
-    global_tokens: int = 64,
-    **arguments: Any,
-) -> BlockSparseRingMultiheadDilatedAttention:
+    sparsity_ratio: float = 0.9, pattern_type: str = "dilated_sparse", embed_dim: int = 768, num_heads: int = 12,
+    segment_lengths: Sequence[int] = (2048, 4096, 8192), dilation_rates: Sequence[int] = (1, 2, 4),
+    block_size: int = 128, local_window_size: int = 512, global_tokens: int = 64, **arguments: Any,
+) -> BlockSparseRingMultiheadDilatedAttention:  # fmt: skip
     """A multihead module. sparsity_ratio is the fraction of blocks PRUNED here, the other way round than in
     SparsePatternConfig; both meanings are those of the older packages."""
     kept = _kept("sparsity_ratio", sparsity_ratio)

@@ -22,17 +22,10 @@ class DilatedAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        op: Any = None,
-        *,
-        device: Any = None,
-        dtype: Any = None,
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], softmax_scale: float | None = None,
+        attention_dropout: float = 0.0, op: Any = None, *, device: Any = None, dtype: Any = None,
         **pool_arguments: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         accept_pool_arguments(type(self).__name__, pool_arguments)
         self.segment_lengths = integers("segment_lengths", segment_lengths)
@@ -44,12 +37,7 @@ class DilatedAttention(nn.Module):
         self.pattern = str(dilated_pattern(self.segment_lengths, self.dilation_rates))
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        attention_mask: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
     ) -> Tensor:
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d]. attention_mask [b, n] or
         [b, 1, 1, n]: true where a key may be attended."""
@@ -75,16 +63,9 @@ class ImprovedDilatedAttention(DilatedAttention):
     """The same result as DilatedAttention, with the constructor of the class of that name."""
 
     def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dropout: float = 0.0,
-        use_tf32: bool = True,
-        *,
-        device: Any = None,
-        dtype: Any = None,
-        **pool_arguments: Any,
-    ) -> None:
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0,
+        use_tf32: bool = True, *, device: Any = None, dtype: Any = None, **pool_arguments: Any,
+    ) -> None:  # fmt: skip
         super().__init__(
             segment_lengths, dilation_rates, attention_dropout=check_dropout("dropout", dropout), **pool_arguments
         )

@@ -65,13 +65,9 @@ def _make(kind: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
 
 
 def create_dilated_attention(
-    attention_type: str = "auto",
-    segment_lengths: Sequence[int] = (2048, 4096, 8192),
-    dilation_rates: Sequence[int] = (1, 2, 4),
-    *,
-    attention_config: Any = None,
-    **arguments: Any,
-) -> nn.Module:
+    attention_type: str = "auto", segment_lengths: Sequence[int] = (2048, 4096, 8192),
+    dilation_rates: Sequence[int] = (1, 2, 4), *, attention_config: Any = None, **arguments: Any,
+) -> nn.Module:  # fmt: skip
     """An attention module over [b, n, h, d]. arguments, and the fields of attention_config, are those of the class."""
     kind, _ = _classes(attention_type)
     defaults = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
@@ -79,16 +75,10 @@ def create_dilated_attention(
 
 
 def create_multihead_dilated_attention(
-    attention_type: str = "auto",
-    embed_dim: int = 768,
-    num_heads: int = 12,
-    segment_lengths: Sequence[int] = (2048, 4096, 8192),
-    dilation_rates: Sequence[int] = (1, 2, 4),
-    *,
-    multihead_config: Any = None,
-    attention_config: Any = None,
-    **arguments: Any,
-) -> nn.Module:
+    attention_type: str = "auto", embed_dim: int = 768, num_heads: int = 12,
+    segment_lengths: Sequence[int] = (2048, 4096, 8192), dilation_rates: Sequence[int] = (1, 2, 4), *,
+    multihead_config: Any = None, attention_config: Any = None, **arguments: Any,
+) -> nn.Module:  # fmt: skip
     """A multihead module over [b, n, embed_dim], which returns (out, None). Fields of the configs replace the four
     arguments above; other arguments are those of the class."""
     _, kind = _classes(attention_type)

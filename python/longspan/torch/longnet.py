@@ -168,14 +168,9 @@ class DilatedTransformerDecoderLayer(_Layer):
         super().__init__(arguments, {"self_attn": False, "multihead_attn": True})
 
     def forward(
-        self,
-        tgt: Tensor,
-        memory: Tensor,
-        tgt_is_causal: bool = False,
-        memory_is_causal: bool = False,
-        *,
+        self, tgt: Tensor, memory: Tensor, tgt_is_causal: bool = False, memory_is_causal: bool = False, *,
         caches: Sequence[DilatedCache] = (),
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """tgt and memory [batch, tokens, d_model], equal in shape -> the same shape. caches as in the encoder layer."""
         self._check("tgt", tgt)
         if memory.shape != tgt.shape:
@@ -386,18 +381,10 @@ class LongNetLM(nn.Module):
         return self.out(self.norm(x[:, -1:] if last_only else x))
 
     def generate(
-        self,
-        ids: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        *,
-        end_token: int | None = None,
-        prefill_chunk: int = 4096,
-        lengths: Sequence[int] | Tensor | None = None,
-    ) -> Tensor:
+        self, ids: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
+        top_p: float | None = None, seed: int | None = None, *, end_token: int | None = None,
+        prefill_chunk: int = 4096, lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Prompts ids [batch, tokens] -> [batch, tokens (with lengths: the longest) + max_new_tokens], the prompt included.
 
         temperature 0 takes the likeliest token. top_k: choose among so many; top_p: among the likeliest that together reach

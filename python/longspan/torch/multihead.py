@@ -183,16 +183,10 @@ class _Multihead(nn.Module):
             )
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | bool | None = None,
-        need_weights: bool = False,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        average_attn_weights: bool = True,
-    ) -> tuple[Tensor, None]:
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
+        key_padding_mask: Tensor | bool | None = None, need_weights: bool = False, attn_mask: Tensor | None = None,
+        is_causal: bool = False, average_attn_weights: bool = True,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Tensors [batch, tokens, embed_dim] (but see batch_first); key and value default to query. Returns (out, None).
 
         key_padding_mask [batch, tokens]: true, or -inf, where a key is padding (as in nn.MultiheadAttention). attn_mask

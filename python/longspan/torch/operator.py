@@ -554,18 +554,10 @@ def attention_of_first_rows(
 
 @listed
 def attention_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    pattern: Pattern | BlockPattern | str | None = None,
-    *,
-    dlse: Tensor | None = None,
-    layout: str = _BNHD,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    pattern: Pattern | BlockPattern | str | None = None, *, dlse: Tensor | None = None, layout: str = _BNHD,
     **arguments: Unpack[Arguments],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of attention for query, key and value without autograd; for those who keep out and lse themselves."""
     if layout is not _BNHD and choice("layout", layout, ("bnhd", "bhnd")) != "bnhd":
         tensors = {"query": query, "key": key, "value": value, "out": out, "lse": lse, "grad_out": grad_out}

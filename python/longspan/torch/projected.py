@@ -200,15 +200,10 @@ def _project(
 
 
 def projected_attention(
-    query: Tensor,
-    memory: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
-    attention: DilatedAttention,
-    heads: int,
-    is_causal: bool,
-    key_mask: Tensor | None,
-) -> Tensor:
+    query: Tensor, memory: Tensor, weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None], attention: DilatedAttention, heads: int,
+    is_causal: bool, key_mask: Tensor | None,
+) -> Tensor:  # fmt: skip
     """attention of linear layers of query and, for key and value, of memory; [batch, tokens, heads, head_dim]."""
     strands = strands_of(attention, heads, query.shape[0], query.shape[1])
     own = 3 if memory is query else 1

@@ -65,12 +65,7 @@ class RingDilatedAttention(RingCalls, nn.Module):
         self._init_ring(arguments)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        attention_mask: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None
     ) -> Tensor:
         """query [b, n, h, d], key and value [b, n, h or fewer, d] -> [b, n, h, d], all of this rank's rows.
         attention_mask [b, n] or [b, 1, 1, n], of this rank's keys: true where a key may be attended."""
@@ -118,15 +113,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
                          "use_gradient_compression"})  # fmt: skip
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        *arguments: Any,
-        callback: Callable[[RingReport], None] | None = None,
-        **named: Any,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int],
+        *arguments: Any, callback: Callable[[RingReport], None] | None = None, **named: Any,
+    ) -> None:  # fmt: skip
         ignored = sorted(self._BY_DDP & named.keys())
         for name in ignored:
             named.pop(name)

@@ -103,17 +103,9 @@ class SlideEncoder(nn.Module):
     12 layers, 768 wide, 16 heads."""
 
     def __init__(
-        self,
-        *,
-        tile_features: int = 1536,
-        width: int = 768,
-        layers: int = 12,
-        heads: int = 16,
-        tile_pixels: int = 256,
-        grid: int = 1000,
-        global_pool: bool = False,
-        attend: AttentionFunction | None = None,
-    ) -> None:
+        self, *, tile_features: int = 1536, width: int = 768, layers: int = 12, heads: int = 16,
+        tile_pixels: int = 256, grid: int = 1000, global_pool: bool = False, attend: AttentionFunction | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if width % 4 or width % heads:
             raise invalid("width", f"is {width}: give a multiple of 4 and of heads = {heads}")

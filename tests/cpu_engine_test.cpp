@@ -113,7 +113,6 @@ TEST_P(CpuEngine, LongCutStrandsMatchTheReference) {
   Case(Pattern::dense(), {}, {1, 1030, 2, 1, 16}, GetParam(), Layout::bnhd, {{700, 330}, {0, 90}}).expect_matches();
 }
 
-// Blocks and tiles of keys begin with the first key that key_mask leaves, and end with the last.
 // float32 results of this size are written past the cache, where nobody adds to them and places are aligned.
 TEST_P(CpuEngine, ResultsLargerThanACacheMatchTheReference) {
   for (const Layout layout : {Layout::bnhd, Layout::bhnd}) {
@@ -122,6 +121,49 @@ TEST_P(CpuEngine, ResultsLargerThanACacheMatchTheReference) {
   Case(Pattern::longnet({32, 64}, {1, 2}), {}, {1, 8300, 8, 4, 36}, GetParam()).expect_matches();
 }
 
+/// ALiBi, dropout and a key mask, by name.
+void add_option(Case& c, const std::string& name) {
+  if (name == "alibi" || name == "all") c.alibi_slopes.assign(static_cast<std::size_t>(c.shape.heads), 0.03f);
+  if (name == "dropout" || name == "all") c.options.dropout = 0.3;
+  c.seed = 77;
+  if (name != "key_mask" && name != "all") return;
+  c.key_mask.resize(static_cast<std::size_t>(c.shape.tokens));
+  for (std::size_t i = 0; i < c.key_mask.size(); ++i) c.key_mask[i] = (i * 7919 % 13 > 3) && (i < 200 || i > 290);
+}
+
+// Several windows of keys and tasks of a backward, with and without a block mask; keys that a mask leaves out move the
+// places of the others.
+TEST_P(CpuEngine, EveryOptionOverSeveralWindows) {
+  for (const bool causal : {false, true}) {
+    Options options;
+    options.causal = causal;
+    for (const std::string name : {"key_mask", "dropout", "all"}) {
+      Case c(Pattern::dense(), options, {1, 560, 1, 1, 8}, GetParam());
+      add_option(c, name);
+      c.expect_matches();
+      if (name != "all") continue;
+      c.pattern = Pattern::block_sparse(BlockPattern::random(0.3, 5, 16));
+      c.expect_matches();
+    }
+  }
+}
+
+TEST_P(CpuEngine, SameBitsForAnyNumberOfThreadsWithEveryOption) {
+  Case c(Pattern::longnet({500, 2000}, {1, 2}), {}, {1, 1900, 2, 1, 32}, GetParam());
+  add_option(c, "all");
+  for (const std::string& kernel : engine_kernels(GetParam())) {
+    std::vector<std::vector<std::byte>> first;
+    for (const int threads : {1, 3, 8}) {
+      const ThreadCount scope(threads);
+      const Results r = c.run(kernel);
+      std::vector<std::vector<std::byte>> now = {bits(r.out), bits(r.lse), bits(r.dq), bits(r.dk), bits(r.dv)};
+      if (first.empty()) first = std::move(now);
+      else EXPECT_EQ(first, now) << kernel << " " << threads << " threads";
+    }
+  }
+}
+
+// What a key mask excludes is not packed: stretches cost nothing, and windows may be empty.
 TEST_P(CpuEngine, StretchesOfMaskedKeys) {
   const std::vector<std::vector<RowRange>> left = {{},          {{700, 5}},  {{1095, 5}},           {{0, 3}},
                                                    {{509, 60}}, {{512, 90}}, {{40, 1}, {1000, 100}}};

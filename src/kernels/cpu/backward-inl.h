@@ -11,7 +11,6 @@
 #include <thread>
 
 #include "kernels/cpu/extras-inl.h"
-#include "kernels/cpu/pack-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::cpu {
@@ -105,14 +104,16 @@ HWY_INLINE void add_row(float* target, const float* source, float factor, std::i
 template <class Scheme>
 struct BackwardMemory {
   const std::byte **k_rows, **v_rows;
-  float *k_panels, *v_panels, *k_values, *dk, *dv, *excluded;          // of the task's keys
+  float *k_panels, *v_panels, *k_values, *dk, *dv;                     // of the task's keys
   float *q, *dout, *q_pairs, *dout_pairs, *lse, *delta, *dq;           // of a query tile
   float *weights, *dscores, *dscore_rows, *score_tile, *dweight_tile;  // of a query tile and a key tile
-  float *bias, *keep, *scratch;
+  float* scratch;
   float *closed_dk, *closed_dv;  // of query rows before those that dk and dv are over
-  std::int64_t* limits;
+  std::int64_t* limits;          // packed keys that a row sees, counted from the task's first
+  ExtrasMemory extras;
 
-  BackwardMemory(Carver& carver, const Scheme& scheme, std::int64_t key_count) {
+  BackwardMemory(Arena& carver, const Scheme& scheme, std::int64_t key_count)
+      : extras(carver, round_up(key_count, Scheme::kKeyTile), Scheme::kRows * Scheme::kKeyTile) {
     const std::int64_t keys = round_up(key_count, Scheme::kKeyTile), columns = scheme.columns;
     constexpr std::int64_t kTile = Scheme::kQueryTile * Scheme::kKeyTile / Scheme::Products::kPerUnit;
     constexpr bool kPairs = Scheme::Products::kPerUnit == 2;
@@ -123,7 +124,6 @@ struct BackwardMemory {
     k_values = carver.take<float>(Scheme::value_floats(keys, columns));
     dk = carver.take<float>((keys + kTileRows) * columns);  // a run's last keys are added to a few at a time
     dv = carver.take<float>((keys + kTileRows) * columns);
-    excluded = carver.take<float>(keys);
     q = carver.take<float>(Scheme::kQueryTile * columns);
     dout = carver.take<float>(Scheme::kQueryTile * columns);
     q_pairs = kPairs ? carver.take<float>(Scheme::kQueryTile * columns / 2) : q;
@@ -137,8 +137,6 @@ struct BackwardMemory {
     dscore_rows = kPairs ? carver.take<float>(kTile) : dscores;
     score_tile = carver.take<float>(Scheme::kRows * Scheme::kPanel);
     dweight_tile = carver.take<float>(Scheme::kRows * Scheme::kPanel);
-    bias = carver.take<float>(Scheme::kRows * Scheme::kKeyTile);
-    keep = carver.take<float>(Scheme::kRows * Scheme::kKeyTile);
     scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.columns, Scheme::kQueryTile / 2 * columns));
     closed_dk = carver.take<float>(keys * columns);
     closed_dv = carver.take<float>(keys * columns);
@@ -159,10 +157,10 @@ class BackwardRun {
       : shared_(shared),
         task_(task),
         scheme_(shared.q.dtype, shared.plan.problem().head_dim, shared.scale),
-        carver_(memory),
+        carver_(task_memory(memory)),
         m_(carver_, scheme_, task.key_end - task.key_begin),
-        policy_(shared, task),
         blocks_(shared, task),
+        policy_(shared, task, blocks_, m_.extras),
         dweight_factor_(shared.output_scale * shared.keep_factor) {}
 
   void run() {
@@ -191,11 +189,10 @@ class BackwardRun {
   void load_keys() {
     const std::int64_t padded = round_up(keys(), kKeyTile);
     point_to_rows(shared_, task_, task_.key_begin, keys(), padded, m_.k_rows, m_.v_rows);
+    policy_.begin_keys(task_.key_begin, keys(), m_.k_rows, m_.v_rows);
     scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, padded, m_.scratch);
     scheme_.template pack_panels<Scheme::kPanel>(m_.v_panels, m_.v_rows, padded, m_.scratch);
     scheme_.pack_values(m_.k_values, m_.k_rows, padded);
-    policy_.prepare(m_.bias, kRows * kKeyTile, m_.keep, kRows * kKeyTile);
-    policy_.begin_keys(task_.key_begin, keys(), m_.excluded);
     std::memset(m_.dk, 0, static_cast<std::size_t>(padded * scheme_.columns) * sizeof(float));
     std::memset(m_.dv, 0, static_cast<std::size_t>(padded * scheme_.columns) * sizeof(float));
   }
@@ -261,6 +258,11 @@ class BackwardRun {
     return dot_rows(reinterpret_cast<const Float16*>(dout), reinterpret_cast<const Float16*>(out), columns);
   }
 
+  /// How many of the task's packed keys a strand row sees.
+  std::int64_t seen_keys(std::int64_t row) const {
+    return policy_.packed(shared_.causal ? std::clamp<std::int64_t>(row + 1 - task_.key_begin, 0, keys()) : keys());
+  }
+
   void load_queries(std::int64_t tile, std::int64_t count) {
     const std::int64_t packed = std::min(kQueryTile, round_up(count, kPackedRows));
     const auto q_of = places<const std::byte>(shared_.q), dout_of = places<const std::byte>(shared_.dout),
@@ -274,7 +276,7 @@ class BackwardRun {
       m_.limits[i] = 0;
       if (i < count) {
         const float lse = *lse_of(tile + i);
-        m_.limits[i] = shared_.causal ? rows_.index(tile + i) + 1 : task_.strand.count;
+        m_.limits[i] = seen_keys(rows_.index(tile + i));
         if (lse != -kInfinity) {
           q = q_of(tile + i);
           dout = dout_of(tile + i);
@@ -316,20 +318,17 @@ class BackwardRun {
 
   void query_tile(std::int64_t tile, std::int64_t count) {
     std::memset(m_.dq, 0, static_cast<std::size_t>(round_up(count, kPackedRows) * scheme_.columns) * sizeof(float));
-    const std::int64_t head = rows_.head(tile), row = rows_.index(tile), last = rows_.index(tile + count - 1);
-    // Keys that some row of the tile may see at all.
-    const std::int64_t end = std::min(keys(), shared_.causal ? last + 1 - task_.key_begin : task_.strand.count);
+    const std::int64_t head = rows_.head(tile), row = rows_.index(tile);
+    const std::int64_t packed = policy_.packed(keys());
+    const std::int64_t end = seen_keys(rows_.index(tile + count - 1));  // which some row of the tile may see
     bool loaded = false;
     for (std::int64_t key = 0;;) {
-      std::int64_t from = blocks_.next_key(head, row, task_.key_begin + key);
-      if (!blocks_.masked()) from = policy_.first_open(from, task_.key_begin + end);  // as in the forward
-      if (from >= task_.key_begin + end) break;
-      from = std::max(key, (from - task_.key_begin) / Scheme::kRunMultiple * Scheme::kRunMultiple);
-      std::int64_t length = blocks_.run_length(head, row, task_.key_begin + from, std::min(kKeyTile, keys() - from),
-                                               Scheme::kRunMultiple);
+      std::int64_t from = blocks_.next_key(head, row, task_.key_begin + key) - task_.key_begin;
+      if (from >= end) break;
+      from = std::max(key, from / Scheme::kRunMultiple * Scheme::kRunMultiple);
+      const std::int64_t length = blocks_.run_length(head, row, task_.key_begin + from,
+                                                     std::min(kKeyTile, packed - from), Scheme::kRunMultiple);
       key = from + length;
-      if (!blocks_.masked())
-        length = policy_.open_end(task_.key_begin + from, task_.key_begin + key) - task_.key_begin - from;
       if (!loaded) load_queries(tile, count);
       key_tile(tile, count, from, length, !loaded);
       loaded = true;
@@ -371,19 +370,19 @@ class BackwardRun {
   HWY_INLINE bool weigh(std::int64_t tile, std::int64_t count, std::int64_t key, std::int64_t tile_keys, bool first,
                         std::int64_t* most) {
     bool any = false;
-    const std::int64_t base = task_.key_begin + key;
     // Products take keys a few at a time: so far beyond the tile's own they must find zeros.
     const std::int64_t cleared = std::min(kKeyTile, round_up(tile_keys + kTileRows - 1, 2 * kChunk));
     for (std::int64_t row = 0; row < count; row += kRows) {
       if (Scheme::kPrefetches && first) prefetch_ahead(tile, count, row);
       std::int64_t seen = 0;
       for (int i = 0; i < kRows; ++i) {
-        const std::int64_t limit = std::clamp<std::int64_t>(m_.limits[row + i] - base, 0, tile_keys);
+        const std::int64_t limit = std::clamp<std::int64_t>(m_.limits[row + i] - key, 0, tile_keys);
         seen = std::max(seen, limit);
         if constexpr (Policy::kActive) {
           if (limit == 0) continue;
-          policy_.fill(rows_.head(tile + row + i), rows_.index(tile + row + i), base, tile_keys, m_.bias + i * kKeyTile,
-                       m_.keep + i * kKeyTile);
+          const std::int64_t head = rows_.head(tile + row + i), own = rows_.index(tile + row + i);
+          slopes_[i] = policy_.slope(head, own);
+          if (policy_.drops()) policy_.draw(head, own, key, limit, m_.extras.keep + i * kKeyTile);
         }
       }
       most[row / kRows] = seen;
@@ -392,11 +391,21 @@ class BackwardRun {
         continue;
       }
       any = true;
-      for (std::int64_t panel = 0; panel < seen;) panel += score_panel(row, base, key, panel, seen, tile_keys);
+      for (std::int64_t panel = 0; panel < seen;) {
+        if constexpr (Policy::kActive) {
+          if (policy_.biased() && policy_.drops()) panel += score_panel<true, true>(row, key, panel, seen, tile_keys);
+          else if (policy_.biased()) panel += score_panel<true, false>(row, key, panel, seen, tile_keys);
+          else if (policy_.drops()) panel += score_panel<false, true>(row, key, panel, seen, tile_keys);
+          else panel += score_panel<false, false>(row, key, panel, seen, tile_keys);
+        } else {
+          panel += score_panel<false, false>(row, key, panel, seen, tile_keys);
+        }
+      }
       clear_rows(row, round_up(seen, kLanes), cleared);
       if (blocks_.rounded(Scheme::kRunMultiple)) {
         for (std::int64_t chunk = 0; chunk < tile_keys; chunk += kChunk) {
-          if (!blocks_.seen(rows_.head(tile), rows_.index(tile), base + chunk)) clear_rows(row, chunk, chunk + kChunk);
+          if (!blocks_.seen(rows_.head(tile), rows_.index(tile), task_.key_begin + key + chunk))
+            clear_rows(row, chunk, chunk + kChunk);
         }
       }
     }
@@ -419,8 +428,9 @@ class BackwardRun {
 
   /// Scores of kRows rows and one panel of keys (or what is left of it), turned into weights and dscores. Returns how
   /// many keys that were.
-  HWY_INLINE std::int64_t score_panel(std::int64_t row, std::int64_t base, std::int64_t key, std::int64_t panel,
-                                      std::int64_t seen, std::int64_t tile_keys) {
+  template <bool kBiased, bool kDrops>
+  HWY_INLINE std::int64_t score_panel(std::int64_t row, std::int64_t key, std::int64_t panel, std::int64_t seen,
+                                      std::int64_t tile_keys) {
     constexpr std::int64_t kPanel = Scheme::kPanel;
     const std::int64_t within = (key + panel) % kPanel;
     const int vectors =
@@ -430,26 +440,25 @@ class BackwardRun {
     scheme_.score_tiles(vectors, m_.q + row * stride, m_.dout + row * stride, m_.k_panels + offset,
                         m_.v_panels + offset, m_.score_tile, m_.dweight_tile);
     const std::int64_t least =
-        std::min(tile_keys, m_.limits[row] - base);  // limits ascend, the group's first is its least
+        std::min(tile_keys, m_.limits[row] - key);  // limits ascend, the group's first is its least
     const bool ragged = least < panel + vectors * kLanes || m_.limits[row + kRows - 1] == 0;
     for (int i = 0; i < kRows; i += 2) {
       for (int vector = 0; vector < vectors; ++vector) {
         Held w[2], d[2];
         HWY_UNROLL(2)
         for (int j = 0; j < 2; ++j) {
-          const std::int64_t at = (i + j) * kPanel + vector * kLanes,
-                             of_tile = (i + j) * kKeyTile + panel + vector * kLanes;
+          const std::int64_t at = (i + j) * kPanel + vector * kLanes, of_tile = panel + vector * kLanes;
           V shift = broadcast(-m_.lse[row + i + j]);
-          if constexpr (Policy::kActive) shift = hn::Add(shift, load(m_.bias + of_tile));
+          if constexpr (kBiased) shift = hn::Add(shift, policy_.bias(slopes_[i + j], key + of_tile));
           // Large scores may exceed the stored lse by rounding: no weight is above 1.
           V weight = exp2<Scheme::kExpDegree>(
               at_most_zero(hn::MulAdd(load(m_.score_tile + at), broadcast(scheme_.score_factor), shift)));
           V dweight = load(m_.dweight_tile + at);
-          if constexpr (Policy::kActive) dweight = hn::And(dweight, load(m_.keep + of_tile));
+          if constexpr (kDrops) dweight = hn::And(dweight, load_keep(m_.extras.keep + (i + j) * kKeyTile + of_tile));
           V dscore = hn::Mul(weight, hn::MulSub(dweight, broadcast(dweight_factor_), broadcast(m_.delta[row + i + j])));
-          if constexpr (Policy::kActive) weight = hn::And(weight, load(m_.keep + of_tile));
+          if constexpr (kDrops) weight = hn::And(weight, load_keep(m_.extras.keep + (i + j) * kKeyTile + of_tile));
           if (ragged) {
-            const std::int64_t left = std::min(tile_keys, m_.limits[row + i + j] - base) - panel - vector * kLanes;
+            const std::int64_t left = std::min(tile_keys, m_.limits[row + i + j] - key) - panel - vector * kLanes;
             const auto valid = hn::FirstN(kFloat, static_cast<std::size_t>(std::clamp<std::int64_t>(left, 0, kLanes)));
             weight = hn::IfThenElseZero(valid, weight);
             dscore = hn::IfThenElseZero(valid, dscore);
@@ -476,14 +485,15 @@ class BackwardRun {
 
   void write_keys() {
     const float dk_factor = scheme_.key_gradient_factor(shared_.scale);
-    const std::int64_t padded = round_up(keys(), kKeyTile);
+    std::int64_t packed = 0;
     if (shared_.plan.problem().has_piece_gradients) {
       for (std::int64_t i = 0; i < keys();) {
         const RowRun run = shared_.keys.run(task_.entry, task_.kv_head, task_.strand, task_.key_begin + i, keys() - i);
         // A row in no piece: no query of this call attends to it. Its sums are passed by, since they are read in order.
         for (const std::int64_t end = i + std::max<std::int64_t>(run.count, 1); i < end; ++i) {
-          const float* const dk = scheme_.key_sums(m_.dk, i, padded, m_.q);
-          const float* const dv = scheme_.key_sums(m_.dv, i, padded, m_.dout);
+          if (!policy_.is_packed(i)) continue;
+          const float *dk, *dv;
+          next_sums(packed, dk, dv);
           if (run.count == 0) continue;
           const std::int64_t row = i - (end - run.count);
           add_row(reinterpret_cast<float*>(run.dk + row * run.dk_stride), dk, dk_factor, scheme_.head_dim, true);
@@ -499,9 +509,17 @@ class BackwardRun {
         prefetch_target(shared_.dk, shared_.dk_sums, later);
         prefetch_target(shared_.dv, shared_.dv_sums, later);
       }
-      write_key(shared_.dk, shared_.dk_sums, position, scheme_.key_sums(m_.dk, i, padded, m_.q), dk_factor);
-      write_key(shared_.dv, shared_.dv_sums, position, scheme_.key_sums(m_.dv, i, padded, m_.dout), dweight_factor_);
+      const float *dk = kZeroRow, *dv = kZeroRow;
+      if (policy_.is_packed(i)) next_sums(packed, dk, dv);
+      write_key(shared_.dk, shared_.dk_sums, position, dk, dk_factor);
+      write_key(shared_.dv, shared_.dv_sums, position, dv, dweight_factor_);
     }
+  }
+  /// Sums of the packed keys, one after the other.
+  void next_sums(std::int64_t& packed, const float*& dk, const float*& dv) {
+    const std::int64_t padded = round_up(keys(), kKeyTile);
+    dk = scheme_.key_sums(m_.dk, packed, padded, m_.q);
+    dv = scheme_.key_sums(m_.dv, packed++, padded, m_.dout);
   }
   void prefetch_target(const TensorView& view, const FloatRows& sums, std::int64_t position) const {
     if (sums.data) {
@@ -524,10 +542,11 @@ class BackwardRun {
   const BackwardShared& shared_;
   const BackwardTask& task_;
   const Scheme scheme_;
-  Carver carver_;
+  Arena carver_;
   const BackwardMemory<Scheme> m_;
-  Policy policy_;
   const BlockRows blocks_;
+  Policy policy_;
+  typename Policy::Slope slopes_[kRows];  // of a group of rows
   const float dweight_factor_;
   VirtualRows rows_;
   std::int64_t q_begin_ = 0;
@@ -539,7 +558,7 @@ class BackwardRun {
 
 template <class Scheme>
 std::size_t backward_bytes(std::int64_t head_dim, std::int64_t keys) {
-  Carver carver(nullptr);
+  Arena carver = task_memory(nullptr);
   const BackwardMemory<Scheme> memory(carver, Scheme(DType::f32, head_dim, 1.0f), keys);
   return carver.used();
 }

@@ -1,10 +1,8 @@
 // Policies of the inner loops, and which blocks of keys rows see. NoExtras is empty: without ALiBi, dropout and
-// key_mask nothing of them is compiled into the loops. Extras turns all of them into two rows of numbers per query row:
-//   bias [keys]  added to base-2 exponents: -slope * distance, and kMasked for pairs that do not attend
-//   keep [keys]  bit masks, all ones where dropout keeps the pair
+// key_mask nothing of them is compiled into the loops.
 #pragma once
 
-#include "kernels/cpu/simd-inl.h"
+#include "kernels/cpu/pack-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::cpu {
@@ -119,167 +117,124 @@ class BlockRows {
   const std::int64_t size_;
 };
 
+/// Where Extras keeps what it knows of a window of keys, packed in order.
+struct ExtrasMemory {
+  std::int32_t *index, *packed;  // packed key -> key of the window, and how many are packed of the first so many
+  float *places, *excluded;      // of packed keys: place in the window; kMasked where key_mask excludes one
+  std::uint8_t* bits;            // one for each key of the window: whether it is packed
+  std::uint16_t *keep, *drawn;   // keep bits: of several query rows; of one, before excluded keys are left out
+
+  ExtrasMemory(Arena& arena, std::int64_t keys, std::int64_t keeps) {
+    index = arena.take<std::int32_t>(keys);
+    packed = arena.take<std::int32_t>(keys + 1);
+    places = arena.take<float>(keys);
+    excluded = arena.take<float>(keys);
+    keep = arena.take<std::uint16_t>(keeps + DropoutRow::kStep);
+    bits = arena.take<std::uint8_t>(keys / 8 + 4);
+    drawn = arena.take<std::uint16_t>(keys + 2 * DropoutRow::kStep);
+  }
+};
+
 struct NoExtras {
   static constexpr bool kActive = false;
-  NoExtras(const CallShared&, const StrandTask&) {}
-  void prepare(float*, std::int64_t, float*, std::int64_t) const {}
-  void begin_keys(std::int64_t, std::int64_t, float*) {}
+  NoExtras(const CallShared&, const StrandTask&, const BlockRows&, const ExtrasMemory&) {}
   static bool biased() { return false; }
   static bool drops() { return false; }
-  static std::int64_t first_open(std::int64_t begin, std::int64_t) { return begin; }
-  static std::int64_t open_end(std::int64_t, std::int64_t end) { return end; }
-  void fill(std::int64_t, std::int64_t, std::int64_t, std::int64_t, float*, float*) const {}
+  static std::int64_t begin_keys(std::int64_t, std::int64_t count, const std::byte**, const std::byte**) {
+    return count;
+  }
+  static std::int64_t packed(std::int64_t keys) { return keys; }
+  static bool is_packed(std::int64_t) { return true; }
+  struct Slope {};
 };
 
-/// DropoutRule for one query row: each lane decides the eight keys of one counter.
-class PhiloxLanes {
- public:
-  static constexpr std::int64_t kKeys = 8 * kLanes;
-
-  PhiloxLanes(const DropoutRule& rule, std::int64_t position, std::int64_t branch_head, std::int64_t entry)
-      : threshold_(rule.threshold) {
-    // The first round: of the counter only the second word differs between lanes.
-    const std::uint64_t key = rule.seed ^ (static_cast<std::uint64_t>(position) >> 32 << 32);
-    const std::uint64_t product0 = std::uint64_t{kPhiloxFactor0} * static_cast<std::uint32_t>(position);
-    const std::uint64_t product1 = std::uint64_t{kPhiloxFactor1} * static_cast<std::uint32_t>(branch_head);
-    key0_ = static_cast<std::uint32_t>(key);
-    key1_ = static_cast<std::uint32_t>(key >> 32);
-    flip_ = static_cast<std::uint32_t>(product1 >> 32) ^ key0_;
-    word1_ = static_cast<std::uint32_t>(product1);
-    word2_ = static_cast<std::uint32_t>(product0 >> 32) ^ static_cast<std::uint32_t>(entry) ^ key1_;
-    word3_ = static_cast<std::uint32_t>(product0);
-  }
-
-  /// All ones for the keys that are kept of kKeys keys from `key` on, a multiple of 32, else 0.
-  HWY_INLINE void keep(std::int64_t key, std::uint32_t* kept) const {
-    Words word0 = hn::Xor(hn::Iota(kTag, static_cast<std::uint32_t>(key / 8)), hn::Set(kTag, flip_));
-    Words word1 = hn::Set(kTag, word1_), word2 = hn::Set(kTag, word2_), word3 = hn::Set(kTag, word3_);
-    std::uint32_t key0 = key0_, key1 = key1_;
-    for (int round = 1; round < kDropoutRounds; ++round) {
-      key0 += kPhiloxStep0;
-      key1 += kPhiloxStep1;
-      Words high0, low0, high1, low1;
-      multiply(word0, kPhiloxFactor0, high0, low0);
-      multiply(word2, kPhiloxFactor1, high1, low1);
-      word0 = hn::Xor(hn::Xor(high1, word1), hn::Set(kTag, key0));
-      word1 = low1;
-      word2 = hn::Xor(hn::Xor(high0, word3), hn::Set(kTag, key1));
-      word3 = low0;
-    }
-    HWY_ALIGN std::uint32_t words[4][kLanes];
-    hn::StoreU(word0, kTag, words[0]);
-    hn::StoreU(word1, kTag, words[1]);
-    hn::StoreU(word2, kTag, words[2]);
-    hn::StoreU(word3, kTag, words[3]);
-    for (int i = 0; i < kKeys; ++i) {
-      const std::uint32_t half = words[i % 32 / 8][i / 32 * 4 + i / 2 % 4] >> i % 2 * 16 & 0xFFFF;
-      kept[i] = half >= threshold_ ? ~0u : 0u;
-    }
-  }
-
- private:
-  static constexpr hn::RebindToUnsigned<FloatTag> kTag{};
-  using Words = hn::Vec<hn::RebindToUnsigned<FloatTag>>;
-
-  static HWY_INLINE void multiply(Words a, std::uint32_t factor, Words& high, Words& low) {
-    const hn::RepartitionToWide<hn::RebindToUnsigned<FloatTag>> wide;
-    const Words b = hn::Set(kTag, factor);
-    const auto even = hn::MulEven(a, b);
-    const auto odd = hn::MulEven(hn::BitCast(kTag, hn::ShiftRight<32>(hn::BitCast(wide, a))), b);
-    high = hn::OddEven(hn::BitCast(kTag, odd), hn::BitCast(kTag, hn::ShiftRight<32>(even)));
-    low = hn::OddEven(hn::BitCast(kTag, hn::ShiftLeft<32>(odd)), hn::BitCast(kTag, even));
-  }
-
-  std::uint32_t threshold_, key0_, key1_, flip_, word1_, word2_, word3_;
-};
-
+/// ALiBi, dropout and key_mask. Keys that key_mask excludes are left out when keys are packed; under a mask of blocks,
+/// which names keys by their place, they stay and get a bias of kMasked.
 class Extras {
  public:
   static constexpr bool kActive = true;
 
-  Extras(const CallShared& shared, const StrandTask& task)
+  Extras(const CallShared& shared, const StrandTask& task, const BlockRows& blocks, const ExtrasMemory& memory)
       : shared_(shared),
         task_(task),
-        biased_(shared.call.alibi_slopes.given() || shared.call.key_mask.given()),
+        m_(memory),
+        sloped_(shared.call.alibi_slopes.given()),
+        leaves_out_(shared.call.key_mask.given() && !blocks.masked()),
+        excludes_(shared.call.key_mask.given() && blocks.masked()),
         drops_(shared.dropout.drops()) {}
 
-  bool biased() const { return biased_; }
+  bool biased() const { return sloped_ || excludes_; }
   bool drops() const { return drops_; }
-  /// Writes what fill() leaves as it is: no bias, or no dropout.
-  void prepare(float* bias, std::int64_t biases, float* keep, std::int64_t keeps) const {
-    if (!biased_) std::memset(bias, 0, static_cast<std::size_t>(biases) * sizeof(float));
-    if (!drops_) std::memset(keep, 0xFF, static_cast<std::size_t>(keeps) * sizeof(float));
-  }
 
-  /// Notes which of the strand's rows [begin, begin + count) key_mask excludes, in `excluded` (kMasked or 0).
-  void begin_keys(std::int64_t begin, std::int64_t count, float* excluded) {
-    excluded_ = excluded;
-    excluded_begin_ = begin;
-    if (!shared_.call.key_mask.given()) return;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t position = task_.strand.start + (begin + i) * task_.strand.stride;
-      excluded[i] = key_allowed(shared_.call.key_mask, task_.entry, position) ? 0.0f : kMasked;
+  /// Takes up strand rows [begin, begin + count) as the window of keys: removes excluded ones from the pointers to
+  /// rows. Returns how many are packed, 0 if the window is excluded altogether.
+  std::int64_t begin_keys(std::int64_t begin, std::int64_t count, const std::byte** k_rows, const std::byte** v_rows) {
+    begin_ = begin;
+    std::memset(m_.bits, 0, static_cast<std::size_t>(count / 8 + 4));
+    std::int32_t left = 0, some = 0;
+    for (std::int32_t key = 0; key < static_cast<std::int32_t>(count); ++key) {
+      const bool open =
+          key_allowed(shared_.call.key_mask, task_.entry, task_.strand.start + (begin + key) * task_.strand.stride);
+      some |= open;
+      m_.excluded[key] = open ? 0.0f : kMasked;
+      m_.packed[key] = left;
+      if (!open && excludes_) k_rows[key] = v_rows[key] = zero_row();
+      if (!open && leaves_out_) continue;
+      m_.bits[key / 8] = static_cast<std::uint8_t>(m_.bits[key / 8] | 1u << key % 8);
+      m_.index[left] = key;
+      m_.places[left] = static_cast<float>(key);
+      k_rows[left] = k_rows[key];
+      v_rows[left] = v_rows[key];
+      ++left;
     }
+    m_.packed[count] = left;
+    for (std::int64_t key = left; key < count; ++key) k_rows[key] = v_rows[key] = zero_row();
+    return some ? left : 0;
   }
+  /// How many of the window's first so many keys are packed.
+  std::int64_t packed(std::int64_t keys) const { return m_.packed[keys]; }
+  bool is_packed(std::int64_t key) const { return m_.packed[key] < m_.packed[key + 1]; }
 
-  /// The first of the noted rows [begin, end) that key_mask leaves, or end; and what is behind the last.
-  std::int64_t first_open(std::int64_t begin, std::int64_t end) const {
-    while (begin < end && is_excluded(begin)) ++begin;
-    return begin;
+  /// ALiBi of a query row in base 2: slope * |place of the key - own|.
+  struct Slope {
+    float own, slope;
+  };
+  Slope slope(std::int64_t head, std::int64_t row) const {
+    if (!sloped_) return {0, 0};
+    return {static_cast<float>(row - begin_),
+            -*shared_.call.alibi_slopes.at<float>(0, 0, head) * kLog2e * static_cast<float>(task_.strand.stride)};
   }
-  std::int64_t open_end(std::int64_t begin, std::int64_t end) const {
-    while (begin < end && is_excluded(end - 1)) --end;
-    return end;
+  /// What is added to base-2 exponents of the packed keys at `key`.
+  HWY_INLINE V bias(const Slope& of, std::int64_t key) const {
+    V bias = hn::Mul(hn::Abs(hn::Sub(load(m_.places + key), broadcast(of.own))), broadcast(of.slope));
+    if (excludes_) bias = hn::Add(bias, load(m_.excluded + key));
+    return bias;
   }
-
-  /// bias and keep of the pairs (strand row `row` of `head`, keys key .. key + count). key is a multiple of 16.
-  void fill(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, float* bias, float* keep) const {
-    if (biased_) fill_bias(head, row, key, count, bias);
-    if (drops_) fill_keep(head, row, key, count, keep);
+  /// Keep bits of a query row and the packed keys [key, key + count).
+  void draw(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, std::uint16_t* keep) const {
+    const DropoutRow bits(shared_.dropout, task_.strand.start + row * task_.strand.stride,
+                          task_.branch * shared_.plan.problem().heads + head, task_.entry);
+    const std::int64_t first = m_.index[key] / 32 * 32, end = m_.index[key + count - 1] + 1;
+    if (!leaves_out_ && first == key) return bits.draw(begin_ + key, count, keep);
+    bits.draw(begin_ + first, end - first, m_.drawn);
+    if constexpr (kLanes == 16) {
+      const hn::Repartition<std::uint16_t, FloatTag> tag;
+      std::uint16_t* left = m_.drawn;
+      for (std::int64_t i = first; i < end; i += 32)
+        left +=
+            hn::CompressStore(hn::LoadU(tag, m_.drawn + i - first), hn::LoadMaskBits(tag, m_.bits + i / 8), tag, left);
+      std::memcpy(keep, m_.drawn + (key - packed(first)), static_cast<std::size_t>(count) * sizeof(std::uint16_t));
+    } else {
+      for (std::int64_t i = 0; i < count; ++i) keep[i] = m_.drawn[m_.index[key + i] - first];
+    }
   }
 
  private:
-  bool is_excluded(std::int64_t key) const {
-    return shared_.call.key_mask.given() && excluded_[key - excluded_begin_] != 0.0f;
-  }
-  void fill_bias(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, float* bias) const {
-    float slope = 0;
-    if (shared_.call.alibi_slopes.given()) {
-      slope = -*shared_.call.alibi_slopes.at<float>(0, 0, head) * kLog2e * static_cast<float>(task_.strand.stride);
-    }
-    const V step = broadcast(slope);
-    for (std::int64_t i = 0; i < count; i += kLanes) {
-      V value = hn::Zero(kFloat);
-      if (slope != 0) {
-        const V distance = hn::Abs(hn::Iota(kFloat, static_cast<float>(key + i - row)));
-        value = hn::Mul(distance, step);
-      }
-      if (shared_.call.key_mask.given()) value = hn::Add(value, load(excluded_ + (key - excluded_begin_) + i));
-      store(value, bias + i);
-    }
-  }
-  void fill_keep(std::int64_t head, std::int64_t row, std::int64_t key, std::int64_t count, float* keep) const {
-    std::uint32_t* const words = reinterpret_cast<std::uint32_t*>(keep);
-    const PhiloxLanes lanes(shared_.dropout, task_.strand.start + row * task_.strand.stride,
-                            task_.branch * shared_.plan.problem().heads + head, task_.entry);
-    constexpr std::int64_t kStep = PhiloxLanes::kKeys;
-    for (std::int64_t i = -(key % 32); i < count; i += kStep) {
-      const std::int64_t begin = std::max<std::int64_t>(i, 0), end = std::min(i + kStep, count);
-      if (end - begin == kStep) {
-        lanes.keep(key + i, words + i);
-      } else {
-        std::uint32_t some[kStep];
-        lanes.keep(key + i, some);
-        std::memcpy(words + begin, some + (begin - i), static_cast<std::size_t>(end - begin) * sizeof(std::uint32_t));
-      }
-    }
-  }
-
   const CallShared& shared_;
   const StrandTask& task_;
-  const bool biased_, drops_;
-  const float* excluded_ = nullptr;
-  std::int64_t excluded_begin_ = 0;
+  const ExtrasMemory& m_;
+  const bool sloped_, leaves_out_, excludes_, drops_;
+  std::int64_t begin_ = 0;
 };
 
 }  // namespace

@@ -12,7 +12,6 @@
 #include <array>
 
 #include "kernels/cpu/extras-inl.h"
-#include "kernels/cpu/pack-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::cpu {
@@ -86,11 +85,12 @@ struct ForwardMemory {
   const std::byte **k_rows, **v_rows;
   float *q, *out, *largest, *sums, *k_panels, *values, *scores, *scratch, *corrections, *bases;
   float *closed_out, *closed_largest, *closed_sums;  // of keys before those that out and sums are over
-  float *bias, *keep, *excluded;
   std::int64_t* limits;
+  ExtrasMemory extras;
 
-  ForwardMemory(Carver& carver, const Scheme& scheme, std::int64_t slots, std::int64_t window) {
-    const std::int64_t padded = round_up(slots, Scheme::kGroup) + Scheme::kGroup, block = Scheme::kKeyBlock;
+  ForwardMemory(Arena& carver, const Scheme& scheme, std::int64_t slots, std::int64_t window)
+      : extras(carver, window, Scheme::kGroup * Scheme::kKeyBlock) {
+    const std::int64_t padded = round_up(slots, Scheme::kGroup) + Scheme::kGroup;
     k_rows = carver.take<const std::byte*>(window);
     v_rows = carver.take<const std::byte*>(window);
     q = carver.take<float>(padded * scheme.query_stride());
@@ -104,9 +104,6 @@ struct ForwardMemory {
     scratch = carver.take<float>(std::max<std::int64_t>(kLanes * scheme.depth, kMaxHeadDim));
     corrections = carver.take<float>(round_up(Scheme::kGroup, kLanes));
     bases = carver.take<float>(round_up(Scheme::kGroup, kLanes));
-    bias = carver.take<float>(block);
-    keep = carver.take<float>(Scheme::kGroup * block);
-    excluded = carver.take<float>(window);
     closed_out = carver.take<float>(padded * scheme.columns);
     closed_largest = carver.take<float>(padded);
     closed_sums = carver.take<float>(padded * kLanes);
@@ -131,35 +128,34 @@ class ForwardRun {
         rows_{task.heads, task.rows.begin, task.rows.count},
         blocks_(shared, task),
         window_(key_window<Scheme>(scheme_.head_dim, blocks_.masked())),
-        carver_(memory),
+        carver_(task_memory(memory)),
         m_(carver_, scheme_, slots(), window_),
-        policy_(shared, task) {}
+        policy_(shared, task, blocks_, m_.extras) {}
 
   void run() {
     Scheme::begin();
-    policy_.prepare(m_.bias, Scheme::kKeyBlock, m_.keep, Scheme::kGroup * Scheme::kKeyBlock);
     load_queries();
     const std::int64_t last = rows_.begin + rows_.count;
     const std::int64_t key_end = shared_.causal ? std::min(last, task_.strand.count) : task_.strand.count;
-    for (std::int64_t first = 0; (first = next_window(first)) < key_end; first += window_) {
-      const std::int64_t keys = std::min(window_, key_end - first);
-      policy_.begin_keys(first, keys, m_.excluded);
-      if (policy_.first_open(first, first + keys) == first + keys) continue;
-      if (first >= sums_begin_ + kTermsPerSum) {
+    for (first_ = 0; (first_ = next_window(first_)) < key_end; first_ += window_) {
+      keys_ = std::min(window_, key_end - first_);
+      point_to_rows(shared_, task_, first_, keys_, window_, m_.k_rows, m_.v_rows);
+      packed_ = policy_.begin_keys(first_, keys_, m_.k_rows, m_.v_rows);
+      if (packed_ == 0) continue;
+      if (first_ >= sums_begin_ + kTermsPerSum) {
         join_sums<false>();
-        sums_begin_ = first / kTermsPerSum * kTermsPerSum;
+        sums_begin_ = first_ / kTermsPerSum * kTermsPerSum;
       }
-      point_to_rows(shared_, task_, first, keys, window_, m_.k_rows, m_.v_rows);
-      scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, keys, m_.scratch);
-      scheme_.pack_values(m_.values, m_.v_rows, round_up(keys, Scheme::kKeyMultiple));
+      scheme_.template pack_panels<Scheme::kPanel>(m_.k_panels, m_.k_rows, packed_, m_.scratch);
+      scheme_.pack_values(m_.values, m_.v_rows, round_up(packed_, Scheme::kKeyMultiple));
       for_each_span([&](const Span& span) {
-        for (std::int64_t from = 0; from < keys;) {
+        for (std::int64_t from = 0; from < packed_;) {
           KeyRun runs[kMostRuns];
-          const int count = take_runs(span, first, keys, from, runs);
+          const int count = take_runs(span, from, runs);
           if (count == 0) break;
           for (std::int64_t at = 0; at < span.rows; at += Scheme::kGroup) {
             if (Scheme::kPrefetches && task_.next) prefetch_next();
-            attend(span, at, std::min<std::int64_t>(Scheme::kGroup, span.rows - at), first, keys, runs, count);
+            attend(span, at, std::min<std::int64_t>(Scheme::kGroup, span.rows - at), runs, count);
           }
         }
       });
@@ -201,25 +197,22 @@ class ForwardRun {
     });
     return first / window_ * window_;
   }
-  /// The next runs that a span sees, from key `from` of the window on: together at most kKeyBlock keys. Moves `from`
-  /// behind them.
-  int take_runs(const Span& span, std::int64_t first, std::int64_t keys, std::int64_t& from, KeyRun* runs) const {
+  /// The next runs that a span sees, from packed key `from` of the window on: together at most kKeyBlock keys. Moves
+  /// `from` behind them.
+  int take_runs(const Span& span, std::int64_t& from, KeyRun* runs) const {
     const std::int64_t head = rows_.head(span.row), row = rows_.index(span.row);
     int count = 0;
     for (std::int64_t room = Scheme::kKeyBlock; room > 0 && count < kMostRuns;) {
-      std::int64_t begin = blocks_.next_key(head, row, first + from) - first;
-      if (begin >= keys) {
-        from = keys;
+      std::int64_t begin = blocks_.next_key(head, row, first_ + from) - first_;
+      if (begin >= packed_) {
+        from = packed_;
         break;
       }
-      // Without a mask of blocks, keys that key_mask leaves out before the first open one and after the last cost
-      // nothing.
-      if (!blocks_.masked()) begin = policy_.first_open(first + begin, first + keys) - first;
       begin = std::max(from, begin / Scheme::kRunMultiple * Scheme::kRunMultiple);
-      from = begin + blocks_.run_length(head, row, first + begin, std::min(room, keys - begin), Scheme::kRunMultiple);
-      const KeyRun run{begin, blocks_.masked() ? from : policy_.open_end(first + begin, first + from) - first};
-      room -= round_up(run.end - run.begin, Scheme::kRunMultiple);
-      runs[count++] = run;
+      from =
+          begin + blocks_.run_length(head, row, first_ + begin, std::min(room, packed_ - begin), Scheme::kRunMultiple);
+      room -= round_up(from - begin, Scheme::kRunMultiple);
+      runs[count++] = {begin, from};
     }
     return count;
   }
@@ -274,119 +267,150 @@ class ForwardRun {
   /// Whether the first block of keys, of which every row sees some, writes the sums instead of adding to zeros.
   bool starts_fresh() const { return Scheme::kStartsFresh && !blocks_.masked() && !shared_.call.key_mask.given(); }
 
-  /// Some rows of a span against one block of keys, of which they see `seen`.
-  HWY_NOINLINE void attend(const Span& span, std::int64_t at, std::int64_t valid, std::int64_t block, std::int64_t keys,
-                           const KeyRun* seen, int seen_count) {
-    const std::int64_t group = span.slot + at;
-    std::int64_t limits[Scheme::kGroup] = {};
-    std::int64_t most = 0;
-    for (int i = 0; i < valid; ++i) {
-      limits[i] = std::clamp<std::int64_t>(m_.limits[group + i] - block, 0, keys);
-      most = std::max(most, limits[i]);
-    }
+  /// Rows of a span and the runs of keys that they see, which lie side by side among the scores.
+  struct Group {
+    Group(const Span& of, std::int64_t first, std::int64_t count)
+        : span(of), at(first), slot(of.slot + first), rows(count) {}
+
+    const Span& span;
+    const std::int64_t at, slot, rows;
+    std::int64_t limits[Scheme::kGroup] = {};  // how many of the window's packed keys a row sees
     KeyRun runs[kMostRuns];
-    std::int64_t places[kMostRuns];  // where a run lies among the scores
-    int run_count = 0;
-    for (std::int64_t place = 0; run_count < seen_count && seen[run_count].begin < most; ++run_count) {
-      runs[run_count] = {seen[run_count].begin, std::min(seen[run_count].end, most)};
-      places[run_count] = place;
-      place += round_up(seen[run_count].end - seen[run_count].begin, Scheme::kRunMultiple);
-    }
-    if (run_count == 0) return;
-    for (int run = 0; run < run_count; ++run) {
-      scheme_.scores(valid, limits, m_.q + group * scheme_.query_stride(), m_.k_panels, runs[run].begin, runs[run].end,
-                     m_.scores + (places[run] - runs[run].begin));
-    }
-    if constexpr (Policy::kActive) {
-      for (int i = 0; i < valid; ++i) {
-        const std::int64_t row = span.row + at + i;
-        for (int run = 0; run < run_count && limits[i] > 0; ++run) {
-          const std::int64_t place = places[run], count = round_up(runs[run].end - runs[run].begin, kLanes);
-          policy_.fill(rows_.head(row), rows_.index(row), block + runs[run].begin, count, m_.bias + place,
-                       m_.keep + i * Scheme::kKeyBlock + place);
-          if (policy_.biased()) add_bias(m_.scores + i * Scheme::kScoreStride + place, m_.bias + place, count);
-        }
-      }
-    }
-    if (blocks_.rounded(Scheme::kRunMultiple)) mask_unseen(span, valid, block, runs, places, run_count);
-    // Runs of whole vectors lie side by side: a row that sees all of them takes them as one.
-    const KeyRun last = runs[run_count - 1];
-    const std::int64_t together = places[run_count - 1] + last.end - last.begin;
+    std::int64_t places[kMostRuns];
+    int count = 0;
+    // Runs of whole vectors: a row that sees all of them takes them as one.
     bool whole = true;
-    for (int run = 0; run + 1 < run_count; ++run)
-      whole = whole && places[run + 1] - places[run] == runs[run].end - runs[run].begin;
-    const auto for_each_run = [&](int i, auto&& body) HWY_ATTR {  // body(place, keys that the row sees, keys)
-      if (whole && limits[i] >= last.end) return body(0, together, together);
-      for (int run = 0; run < run_count; ++run) {
-        const std::int64_t keys_of_run = runs[run].end - runs[run].begin;
-        body(places[run], std::clamp<std::int64_t>(limits[i] - runs[run].begin, 0, keys_of_run), keys_of_run);
+    std::int64_t together = 0;
+
+    bool sees_all(std::int64_t i) const { return whole && limits[i] >= runs[count - 1].end; }
+    /// body(place, keys that row i sees, keys) for each run.
+    template <class Body>
+    HWY_INLINE void for_each_run(std::int64_t i, Body&& body) const {
+      if (sees_all(i)) return body(0, together, together);
+      for (int run = 0; run < count; ++run) {
+        const std::int64_t keys = runs[run].end - runs[run].begin;
+        body(places[run], std::clamp<std::int64_t>(limits[i] - runs[run].begin, 0, keys), keys);
       }
-    };
-    for (int i = 0; i < valid; ++i) {
+    }
+  };
+
+  /// Some rows of a span against keys of the window, of which they see `seen`.
+  HWY_NOINLINE void attend(const Span& span, std::int64_t at, std::int64_t rows, const KeyRun* seen, int seen_count) {
+    Group group(span, at, rows);
+    if (!cut_runs(group, seen, seen_count)) return;
+    for (int run = 0; run < group.count; ++run) {
+      scheme_.scores(rows, group.limits, m_.q + group.slot * scheme_.query_stride(), m_.k_panels, group.runs[run].begin,
+                     group.runs[run].end, m_.scores + (group.places[run] - group.runs[run].begin));
+    }
+    if constexpr (Policy::kActive) apply_extras(group);
+    if (blocks_.rounded(Scheme::kRunMultiple)) mask_unseen(group);
+    softmax(group);
+    accumulate(group);
+  }
+
+  /// False if no row sees any key.
+  bool cut_runs(Group& group, const KeyRun* seen, int seen_count) const {
+    std::int64_t most = 0, place = 0;
+    for (std::int64_t i = 0; i < group.rows; ++i) {
+      group.limits[i] = policy_.packed(std::clamp<std::int64_t>(m_.limits[group.slot + i] - first_, 0, keys_));
+      most = std::max(most, group.limits[i]);
+    }
+    for (; group.count < seen_count && seen[group.count].begin < most; ++group.count) {
+      const KeyRun run{seen[group.count].begin, std::min(seen[group.count].end, most)};
+      group.whole = group.whole && group.together == place;
+      group.runs[group.count] = run;
+      group.places[group.count] = place;
+      group.together = place + run.end - run.begin;
+      place += round_up(seen[group.count].end - seen[group.count].begin, Scheme::kRunMultiple);
+    }
+    return group.count > 0;
+  }
+
+  /// Scores become base-2 exponents with ALiBi's bias; keep bits are drawn.
+  void apply_extras(const Group& group) {
+    const V factor = broadcast(scheme_.score_factor);
+    for (std::int64_t i = 0; i < group.rows; ++i) {
+      const std::int64_t head = rows_.head(group.span.row + group.at + i),
+                         row = rows_.index(group.span.row + group.at + i);
+      const auto slope = policy_.slope(head, row);
+      for (int run = 0; run < group.count && group.limits[i] > 0; ++run) {
+        const std::int64_t begin = group.runs[run].begin, count = group.runs[run].end - begin;
+        float* const scores = m_.scores + i * Scheme::kScoreStride + group.places[run];
+        if (policy_.drops())
+          policy_.draw(head, row, begin, count, m_.extras.keep + i * Scheme::kKeyBlock + group.places[run]);
+        if (!policy_.biased()) continue;
+        for (std::int64_t key = 0; key < count; key += kLanes)
+          store(hn::MulAdd(load(scores + key), factor, policy_.bias(slope, begin + key)), scores + key);
+      }
+    }
+  }
+
+  /// Scores become weights; their sums and what earlier sums are multiplied by.
+  HWY_INLINE void softmax(const Group& group) {
+    for (std::int64_t i = 0; i < group.rows; ++i) {
       const float* const scores = m_.scores + i * Scheme::kScoreStride;
       float largest = -kInfinity;
-      for_each_run(i, [&](std::int64_t place, std::int64_t seen_keys, std::int64_t) HWY_ATTR {
-        if (seen_keys > 0) largest = row_max(scores + place, seen_keys, largest);
+      group.for_each_run(i, [&](std::int64_t place, std::int64_t seen, std::int64_t) HWY_ATTR {
+        if (seen > 0) largest = row_max(scores + place, seen, largest);
       });
       m_.bases[i] = largest;
     }
     const float factor = exponent_factor();
-    raise(group, valid, factor);
-    for (int i = 0; i < valid; ++i) {
+    raise(group.slot, group.rows, factor);
+    for (std::int64_t i = 0; i < group.rows; ++i) {
       float* const scores = m_.scores + i * Scheme::kScoreStride;
-      V sums = hn::Mul(load(m_.sums + (group + i) * kLanes), broadcast(m_.corrections[i]));
-      for_each_run(i, [&](std::int64_t place, std::int64_t seen_keys, std::int64_t keys_of_run) HWY_ATTR {
+      V sums = hn::Mul(load(m_.sums + (group.slot + i) * kLanes), broadcast(m_.corrections[i]));
+      group.for_each_run(i, [&](std::int64_t place, std::int64_t seen, std::int64_t keys) HWY_ATTR {
         // Weights take the place of scores: they are no wider, and written after what they cover was read.
         float* const weights = scores + place / Scheme::Products::kPerUnit;
-        const float* const keep = m_.keep + i * Scheme::kKeyBlock + place;
+        const std::uint16_t* const keep = m_.extras.keep + i * Scheme::kKeyBlock + place;
         if (Policy::kActive && policy_.drops())
-          sums = Scheme::template weights<true>(scores + place, weights, seen_keys, keys_of_run, factor, m_.bases[i],
-                                                keep, sums);
+          sums = Scheme::template weights<true>(scores + place, weights, seen, keys, factor, m_.bases[i], keep, sums);
         else
-          sums = Scheme::template weights<false>(scores + place, weights, seen_keys, keys_of_run, factor, m_.bases[i],
-                                                 keep, sums);
+          sums = Scheme::template weights<false>(scores + place, weights, seen, keys, factor, m_.bases[i], keep, sums);
       });
-      store(sums, m_.sums + (group + i) * kLanes);
+      store(sums, m_.sums + (group.slot + i) * kLanes);
     }
+  }
+
+  /// out = out * corrections + weights values.
+  HWY_INLINE void accumulate(const Group& group) {
+    float* const out = m_.out + group.slot * scheme_.columns;
     if constexpr (requires { &Scheme::outputs_of_runs; }) {
-      if (run_count > 1 && whole && *std::min_element(limits, limits + valid) >= last.end) {
-        scheme_.outputs_of_runs(valid, m_.scores, m_.values, runs, run_count, m_.out + group * scheme_.columns,
-                                m_.corrections);
+      std::int64_t all = 0;
+      while (all < group.rows && group.sees_all(all)) ++all;
+      if (group.count > 1 && all == group.rows) {
+        scheme_.outputs_of_runs(group.rows, m_.scores, m_.values, group.runs, group.count, out, m_.corrections);
         return;
       }
     }
-    const float* corrections = starts_fresh() && block == 0 ? nullptr : m_.corrections;
-    for (int run = 0; run < run_count; ++run) {
-      scheme_.outputs(valid, limits, m_.scores + (places[run] - runs[run].begin) / Scheme::Products::kPerUnit,
-                      m_.values, runs[run].begin, runs[run].end, m_.out + group * scheme_.columns, corrections);
+    const float* corrections = starts_fresh() && first_ == 0 ? nullptr : m_.corrections;
+    for (int run = 0; run < group.count; ++run) {
+      const KeyRun& keys = group.runs[run];
+      scheme_.outputs(group.rows, group.limits,
+                      m_.scores + (group.places[run] - keys.begin) / Scheme::Products::kPerUnit, m_.values, keys.begin,
+                      keys.end, out, corrections);
       corrections = kOnes;
     }
   }
 
   /// Runs were rounded out to what products take: keys between the blocks lose their scores.
-  void mask_unseen(const Span& span, std::int64_t valid, std::int64_t block, const KeyRun* runs,
-                   const std::int64_t* places, int run_count) {
-    for (int run = 0; run < run_count; ++run) {
-      for (std::int64_t key = runs[run].begin; key < runs[run].end; key += kChunk) {
-        if (blocks_.seen(rows_.head(span.row), rows_.index(span.row), block + key)) continue;
-        for (std::int64_t i = 0; i < valid; ++i) {
+  void mask_unseen(const Group& group) {
+    const std::int64_t head = rows_.head(group.span.row), row = rows_.index(group.span.row);
+    for (int run = 0; run < group.count; ++run) {
+      for (std::int64_t key = group.runs[run].begin; key < group.runs[run].end; key += kChunk) {
+        if (blocks_.seen(head, row, first_ + key)) continue;
+        float* const scores = m_.scores + group.places[run] + key - group.runs[run].begin;
+        for (std::int64_t i = 0; i < group.rows; ++i) {
           for (int lane = 0; lane < kChunk; lane += kLanes)
-            store(broadcast(kMasked),
-                  m_.scores + i * Scheme::kScoreStride + places[run] + key - runs[run].begin + lane);
+            store(broadcast(kMasked), scores + i * Scheme::kScoreStride + lane);
         }
       }
     }
   }
 
-  /// What turns scores into base-2 exponents; add_bias has done so already.
+  /// What turns scores into base-2 exponents; a bias has done so already.
   float exponent_factor() const { return policy_.biased() ? 1.0f : scheme_.score_factor; }
-
-  /// Scores become base-2 exponents with the row's bias.
-  HWY_INLINE void add_bias(float* scores, const float* bias, std::int64_t keys) {
-    const V factor = broadcast(scheme_.score_factor);
-    for (std::int64_t key = 0; key < keys; key += kLanes)
-      store(hn::MulAdd(load(scores + key), factor, load(bias + key)), scores + key);
-  }
 
   /// Streaming softmax, many rows per vector: bases hold the block's maxima and become what is subtracted from scores;
   /// corrections are what earlier sums are multiplied by, exactly 1 for rows whose maximum stays.
@@ -514,17 +538,18 @@ class ForwardRun {
   const VirtualRows rows_;
   const BlockRows blocks_;
   const std::int64_t window_;
-  Carver carver_;
+  Arena carver_;
   const ForwardMemory<Scheme> m_;
   Policy policy_;
-  std::int64_t next_rows_ = 0;   // of the next strand, prefetched so far
-  std::int64_t sums_begin_ = 0;  // first key that out and sums are over
-  bool closed_ = false;          // whether there are closed sums
+  std::int64_t first_ = 0, keys_ = 0, packed_ = 0;  // the window: its first key, its keys, and those that are packed
+  std::int64_t next_rows_ = 0;                      // of the next strand, prefetched so far
+  std::int64_t sums_begin_ = 0;                     // first key that out and sums are over
+  bool closed_ = false;                             // whether there are closed sums
 };
 
 template <class Scheme>
 std::size_t forward_bytes(std::int64_t head_dim, std::int64_t rows, bool masked) {
-  Carver carver(nullptr);
+  Arena carver = task_memory(nullptr);
   const ForwardMemory<Scheme> memory(carver, Scheme(DType::f32, head_dim, 1.0f), rows,
                                      key_window<Scheme>(head_dim, masked));
   return carver.used();

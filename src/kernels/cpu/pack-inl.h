@@ -4,6 +4,7 @@
 //   rows    [keys][columns]                  floats: b of the output products, a of the score products
 #pragma once
 
+#include "kernels/cpu/dropout-inl.h"
 #include "kernels/cpu/products-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -132,7 +133,7 @@ struct FloatLayout {
   }
   template <bool kKeep>
   static V weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor, float base,
-                   const float* keep, V sums);
+                   const std::uint16_t* keep, V sums);
   /// What is missing of dk when packed queries carry query_factor.
   static float key_gradient_factor(float scale) { return kFused ? kLn2 : std::abs(scale); }
   /// A tile of queries (or of dout) for the backward: rows serve as a of the score products and as b of dk and dv.
@@ -154,20 +155,20 @@ struct FloatLayout {
 /// weights = exp2((scores - base) * factor) for keys below limit, 0 up to end; their sum (before dropout) joins `sums`.
 template <bool kKeep>
 HWY_INLINE V FloatLayout::weights(const float* scores, float* weights, std::int64_t limit, std::int64_t end,
-                                  float factor, float base, const float* keep, V sums) {
+                                  float factor, float base, const std::uint16_t* keep, V sums) {
   const V scale = broadcast(factor), largest = broadcast(base), shift = broadcast(-base * factor);
   std::int64_t key = 0;
   for (; key + kLanes <= limit; key += kLanes) {
     V weight = exp2<kExpDegree>(exponent(load(scores + key), largest, shift, scale));
     sums = hn::Add(sums, weight);
-    if constexpr (kKeep) weight = hn::And(weight, load(keep + key));
+    if constexpr (kKeep) weight = hn::And(weight, load_keep(keep + key));
     store(weight, weights + key);
   }
   if (key < limit) {
     V weight = exp2<kExpDegree>(exponent(load(scores + key), largest, shift, scale));
     weight = hn::IfThenElseZero(hn::FirstN(kFloat, static_cast<std::size_t>(limit - key)), weight);
     sums = hn::Add(sums, weight);
-    if constexpr (kKeep) weight = hn::And(weight, load(keep + key));
+    if constexpr (kKeep) weight = hn::And(weight, load_keep(keep + key));
     store(weight, weights + key);
     key += kLanes;
   }
@@ -175,8 +176,8 @@ HWY_INLINE V FloatLayout::weights(const float* scores, float* weights, std::int6
   return sums;
 }
 
-/// Pointers to rows [begin, begin + count) of a strand, zero_row() for those that key_mask excludes or no piece has,
-/// and for the rest up to `padded`.
+/// Pointers to rows [begin, begin + count) of a strand, zero_row() for those that no piece has, and for the rest up to
+/// `padded`.
 inline void point_to_rows(const CallShared& shared, const StrandTask& task, std::int64_t begin, std::int64_t count,
                           std::int64_t padded, const std::byte** k_rows, const std::byte** v_rows) {
   for (std::int64_t index = 0; index < count;) {
@@ -189,13 +190,6 @@ inline void point_to_rows(const CallShared& shared, const StrandTask& task, std:
     for (std::int64_t i = 0; i < run.count; ++i, ++index) {
       k_rows[index] = run.k + i * run.k_stride;
       v_rows[index] = run.v + i * run.v_stride;
-    }
-  }
-  if (shared.call.key_mask.given()) {
-    for (std::int64_t index = 0; index < count; ++index) {
-      if (!key_allowed(shared.call.key_mask, task.entry, task.strand.start + (begin + index) * task.strand.stride)) {
-        k_rows[index] = v_rows[index] = zero_row();
-      }
     }
   }
   for (std::int64_t index = count; index < padded; ++index) k_rows[index] = v_rows[index] = zero_row();

@@ -134,19 +134,22 @@ struct PairLayout {
     }
   }
 
-  template <bool kKeep>
-  static HWY_INLINE V weight(const float* scores, std::int64_t left, V scale, V shift, const float* keep, V& sums) {
+  static HWY_INLINE V weight(const float* scores, std::int64_t left, V scale, V shift, V& sums) {
     V value = exp2<kExpDegree>(hn::MulAdd(load(scores), scale, shift));
     if (left < kLanes)
       value = hn::IfThenElseZero(hn::FirstN(kFloat, static_cast<std::size_t>(std::max<std::int64_t>(left, 0))), value);
     sums = hn::Add(sums, value);
-    if constexpr (kKeep) value = hn::And(value, load(keep));
     return value;
+  }
+  template <bool kKeep>
+  static HWY_INLINE void put_weights(float* target, __m512i weights, const std::uint16_t* keep) {
+    if constexpr (kKeep) weights = _mm512_and_si512(weights, _mm512_loadu_si512(keep));
+    _mm512_storeu_si512(target, weights);
   }
   /// As for floats; weights become bfloat16, 32 at a time, 0 up to a multiple of 32 beyond end.
   template <bool kKeep>
   static HWY_INLINE V weights(float* scores, float* weights, std::int64_t limit, std::int64_t end, float factor,
-                              float base, const float* keep, V sums) {
+                              float base, const std::uint16_t* keep, V sums) {
     // Where rounding base * factor would change weights by more than bfloat16 does, base is subtracted before.
     if (HWY_UNLIKELY(std::abs(base * factor) > kLargeExponent)) {
       for (std::int64_t key = 0; key < limit; key += kLanes)
@@ -156,16 +159,15 @@ struct PairLayout {
     const V scale = broadcast(factor), shift = broadcast(-base * factor);
     std::int64_t key = 0;
     for (; key + 32 <= limit; key += 32) {
-      const V first = weight<kKeep>(scores + key, kLanes, scale, shift, keep + key, sums);
-      const V second = weight<kKeep>(scores + key + 16, kLanes, scale, shift, keep + key + 16, sums);
-      _mm512_storeu_si512(weights + key / 2, to_bf16(first, second));
+      const V first = weight(scores + key, kLanes, scale, shift, sums);
+      const V second = weight(scores + key + 16, kLanes, scale, shift, sums);
+      put_weights<kKeep>(weights + key / 2, to_bf16(first, second), keep + key);
     }
     if (key < limit) {
-      const V first = weight<kKeep>(scores + key, limit - key, scale, shift, keep + key, sums);
-      const V second = key + 16 < limit
-                           ? weight<kKeep>(scores + key + 16, limit - key - 16, scale, shift, keep + key + 16, sums)
-                           : hn::Zero(kFloat);
-      _mm512_storeu_si512(weights + key / 2, to_bf16(first, second));
+      const V first = weight(scores + key, limit - key, scale, shift, sums);
+      const V second =
+          key + 16 < limit ? weight(scores + key + 16, limit - key - 16, scale, shift, sums) : hn::Zero(kFloat);
+      put_weights<kKeep>(weights + key / 2, to_bf16(first, second), keep + key);
       key += 32;
     }
     for (; key < end; key += 32) _mm512_storeu_si512(weights + key / 2, _mm512_setzero_si512());

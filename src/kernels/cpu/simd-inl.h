@@ -12,6 +12,7 @@
 #include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/engine.h"
+#include "memory/arena.h"
 #include "util/half.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -239,22 +240,8 @@ void store_row(DType dtype, void* target, const float* source, float factor, std
   else write_row(static_cast<Float16*>(target), source, factor, columns);
 }
 
-/// Hands out parts of a task's memory, each aligned to a cache line. Without memory it only counts.
-class Carver {
- public:
-  explicit Carver(std::byte* memory) : memory_(memory) {}
-  template <class T>
-  T* take(std::int64_t count) {
-    T* const part = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
-    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 127) / 64 * 64;  // a line to spare for whole-vector tails
-    return part;
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  std::byte* memory_;
-  std::size_t used_ = 0;
-};
+/// Parts of a task's memory, with a cache line to spare behind each for whole-vector tails.
+inline Arena task_memory(std::byte* memory) { return Arena(memory, 64, 64); }
 
 }  // namespace
 }  // namespace HWY_NAMESPACE

@@ -85,6 +85,12 @@ struct BasicTensorView {
     return static_cast<Element*>(data) + offset(b, row, head);
   }
 
+  /// The same address for whoever copies bytes.
+  auto bytes_at(std::int64_t b, std::int64_t row, std::int64_t head) const {
+    using Byte = std::conditional_t<std::is_const_v<Void>, const std::byte, std::byte>;
+    return static_cast<Byte*>(data) + offset(b, row, head) * size_of(dtype);
+  }
+
   operator BasicTensorView<const void>() const requires(!std::is_const_v<Void>) {
     return {data, dtype, device, sizes, strides};
   }

@@ -1,13 +1,11 @@
 // Which calls need masks of their own, and the random ones. Adaptive ones are in choose_blocks.cpp.
 #include "attention/call_masks.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <iterator>
 
-#include "longspan/error.h"
 #include "plan/key_rows.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -20,9 +18,9 @@ bool entries_draw_alone(const Plan& plan, std::size_t branch, const Call& call) 
 /// Every entry's mask as its own length makes it, one after the other; rows beyond an entry's end keep nothing.
 BlockMask masks_of_entries(const Plan& plan, std::size_t index, const Call& call) {
   if (call.lengths.device.type != DeviceType::cpu) {
-    throw Unsupported(fmt::format(
+    raise<Unsupported>(
         "random blocks with lengths on {}: blocks are drawn on the CPU for each length; pass lengths on the host",
-        to_string(call.lengths.device)));
+        to_string(call.lengths.device));
   }
   const Branch& branch = plan.pattern().branches()[index];
   const Problem& problem = plan.problem();

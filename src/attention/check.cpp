@@ -6,17 +6,13 @@
 #include <cmath>
 #include <limits>
 
-#include "longspan/error.h"
+#include "attention/tensors.h"
 #include "plan/branch.h"
 #include "plan/key_rows.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
-
-template <class... Args>
-[[noreturn]] void reject(std::string_view argument, fmt::format_string<Args...> format, Args&&... args) {
-  throw InvalidArgument(std::string(argument), fmt::format(format, std::forward<Args>(args)...));
-}
 
 std::string shape_of(const ConstTensorView& view) { return fmt::format("[{}]", fmt::join(view.sizes, ", ")); }
 
@@ -29,19 +25,17 @@ void check_tensor(std::string_view name, const ConstTensorView& view, bool may_b
     reach += std::abs(static_cast<double>(view.strides[d])) * static_cast<double>(view.sizes[d]);
   }
   constexpr double kMost = 9.0e18 / 8;  // elements that 64-bit byte offsets can address
-  if (elements > kMost || reach > kMost) {
+  if (elements > kMost || reach > kMost)
     reject(name, "{} has shape {} and strides [{}]: it is larger than 64-bit offsets can address", name, shape_of(view),
            fmt::join(view.strides, ", "));
-  }
   if (elements == 0) return;
   if (!view.data) {
     if (may_be_null) return;
     reject(name, "{} has a null pointer and shape {}: pass the address of its first element", name, shape_of(view));
   }
-  if (reinterpret_cast<std::uintptr_t>(view.data) % static_cast<std::uintptr_t>(size_of(view.dtype)) != 0) {
+  if (reinterpret_cast<std::uintptr_t>(view.data) % static_cast<std::uintptr_t>(size_of(view.dtype)) != 0)
     reject(name, "{} is at {}, which is not a multiple of {}: align it to its element type {}", name, view.data,
            size_of(view.dtype), name_of(view.dtype));
-  }
   if (view.columns() > 1 && view.strides[3] != 1) {
     reject(name, "{} has a last stride of {}: the head dimension must be contiguous; make a contiguous copy", name,
            view.strides[3]);
@@ -50,19 +44,24 @@ void check_tensor(std::string_view name, const ConstTensorView& view, bool may_b
 
 void check_same(std::string_view name, const ConstTensorView& view, const ConstTensorView& like,
                 std::string_view like_name) {
-  if (view.sizes != like.sizes) {
+  if (view.sizes != like.sizes)
     reject(name, "{} has shape {}, {} has {}: they must be equal", name, shape_of(view), like_name, shape_of(like));
-  }
 }
 
 void check_dtype_device(std::string_view name, const ConstTensorView& view, DType dtype, const ConstTensorView& q) {
-  if (view.dtype != dtype) {
+  if (view.dtype != dtype)
     reject(name, "{} has dtype {}, q has {}: {} must be {}", name, name_of(view.dtype), name_of(q.dtype), name,
            name_of(dtype));
-  }
-  if (view.device != q.device) {
+  if (view.device != q.device)
     reject(name, "{} is on {}, q is on {}: move them to one device", name, to_string(view.device), to_string(q.device));
-  }
+}
+
+/// A tensor of a dtype, in the shape of another one.
+void check_like(std::string_view name, const ConstTensorView& view, DType dtype, const ConstTensorView& q,
+                const ConstTensorView& like, std::string_view like_name) {
+  check_tensor(name, view);
+  check_dtype_device(name, view, dtype, q);
+  check_same(name, view, like, like_name);
 }
 
 struct Named {
@@ -94,13 +93,12 @@ void check_outputs(std::span<const Named> outputs, std::span<const Named> inputs
   }
 }
 
-int alignment_of(std::span<const Named> tensors) {
+int alignment_of(std::initializer_list<ConstTensorView> tensors) {
   std::uint64_t bits = 128;
-  for (const Named& tensor : tensors) {
-    bits |= reinterpret_cast<std::uintptr_t>(tensor.view.data);
+  for (const ConstTensorView& tensor : tensors) {
+    bits |= reinterpret_cast<std::uintptr_t>(tensor.data);
     for (int d = 0; d < 3; ++d) {
-      if (tensor.view.sizes[d] > 1)
-        bits |= static_cast<std::uint64_t>(tensor.view.strides[d] * size_of(tensor.view.dtype));
+      if (tensor.sizes[d] > 1) bits |= static_cast<std::uint64_t>(tensor.strides[d] * size_of(tensor.dtype));
     }
   }
   return static_cast<int>(bits & (~bits + 1));
@@ -114,15 +112,8 @@ void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const Cons
   check_tensor("q", q);
   check_tensor("k", k, pieces);
   check_tensor("v", v, pieces);
-  switch (q.dtype) {
-    case DType::f32:
-    case DType::bf16:
-    case DType::f16:
-    case DType::f64:
-      break;
-    default:
-      reject("q", "q has dtype {}: attention runs on f32, bf16, f16 and f64", name_of(q.dtype));
-  }
+  if (q.dtype == DType::i32 || q.dtype == DType::i64 || q.dtype == DType::boolean)
+    reject("q", "q has dtype {}: attention runs on f32, bf16, f16 and f64", name_of(q.dtype));
   check_dtype_device("k", k, q.dtype, q);
   check_dtype_device("v", v, q.dtype, q);
   check_same("v", v, k, "k");
@@ -132,19 +123,17 @@ void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const Cons
     reject("k", "k has head_dim {}, q has {}: they must be equal", k.columns(), q.columns());
   if (k.batch() != q.batch()) reject("k", "k has batch {}, q has {}: they must be equal", k.batch(), q.batch());
   if (q.heads() < 1) reject("q", "q has {} heads: at least one is needed", q.heads());
-  if (k.heads() < 1 || q.heads() % k.heads() != 0) {
+  if (k.heads() < 1 || q.heads() % k.heads() != 0)
     reject("k", "k has {} heads, q has {}: the number of query heads must be a multiple of the key/value heads",
            k.heads(), q.heads());
-  }
   std::int64_t rows = 0;
   if (call.query_ranges.empty()) {
     rows = k.rows();
   } else {
     for (const RowRange& range : call.query_ranges) {
-      if (range.start < 0 || range.count < 0 || range.start > k.rows() || range.count > k.rows() - range.start) {
+      if (range.start < 0 || range.count < 0 || range.start > k.rows() || range.count > k.rows() - range.start)
         reject("query_ranges", "query range (start {}, count {}) leaves the sequence: k has rows 0 to {}", range.start,
                range.count, k.rows() - 1);
-      }
       // Ranges may repeat positions, so their sum is only bounded by q itself.
       if (rows > q.rows() - range.count) rows = -1;
       if (rows < 0) break;
@@ -152,10 +141,9 @@ void check_shapes(const ConstTensorView& q, const ConstTensorView& k, const Cons
     }
   }
   if (rows != q.rows()) {
-    if (call.query_ranges.empty()) {
+    if (call.query_ranges.empty())
       reject("q", "q has {} rows, k has {}: pass query_ranges to say which positions the rows of q are", q.rows(),
              k.rows());
-    }
     reject("query_ranges", "query_ranges do not add up to the {} rows of q", q.rows());
   }
 }
@@ -165,71 +153,56 @@ void check_call(const ConstTensorView& q, const ConstTensorView& k, const Call& 
   if (call.lengths.given()) {
     const ConstTensorView& lengths = call.lengths;
     check_tensor("lengths", lengths);
-    if (lengths.dtype != DType::i32 && lengths.dtype != DType::i64) {
+    if (lengths.dtype != DType::i32 && lengths.dtype != DType::i64)
       reject("lengths", "lengths has dtype {}: use i32 or i64", name_of(lengths.dtype));
-    }
-    if (lengths.sizes != std::array<std::int64_t, 4>{batch, 1, 1, 1}) {
+    if (lengths.sizes != std::array<std::int64_t, 4>{batch, 1, 1, 1})
       reject("lengths", "lengths has shape {}: give one length for each of the {} batch entries", shape_of(lengths),
              batch);
-    }
     if (lengths.device.type == DeviceType::cpu) {
       for (std::int64_t entry = 0; entry < batch; ++entry) {
-        const std::int64_t value = lengths.dtype == DType::i64 ? *lengths.at<std::int64_t>(entry, 0, 0)
-                                                               : *lengths.at<std::int32_t>(entry, 0, 0);
-        if (value < 0 || value > tokens) {
+        const std::int64_t value = length_of(lengths, entry);
+        if (value < 0 || value > tokens)
           reject("lengths", "lengths[{}] is {}: lengths are from 0 to the {} rows of k", entry, value, tokens);
-        }
       }
-    } else if (lengths.device != q.device) {
+    } else if (lengths.device != q.device)
       reject("lengths", "lengths is on {}, q is on {}: move them to one device", to_string(lengths.device),
              to_string(q.device));
-    }
   }
   if (call.key_mask.given()) {
     check_tensor("key_mask", call.key_mask);
     check_dtype_device("key_mask", call.key_mask, DType::boolean, q);
-    if (call.key_mask.sizes != std::array<std::int64_t, 4>{batch, tokens, 1, 1}) {
+    if (call.key_mask.sizes != std::array<std::int64_t, 4>{batch, tokens, 1, 1})
       reject("key_mask", "key_mask has shape {}: give [batch, tokens] = [{}, {}]", shape_of(call.key_mask), batch,
              tokens);
-    }
   }
   if (call.alibi_slopes.given()) {
     check_tensor("alibi_slopes", call.alibi_slopes);
     check_dtype_device("alibi_slopes", call.alibi_slopes, DType::f32, q);
-    if (call.alibi_slopes.sizes != std::array<std::int64_t, 4>{1, 1, q.heads(), 1}) {
+    if (call.alibi_slopes.sizes != std::array<std::int64_t, 4>{1, 1, q.heads(), 1})
       reject("alibi_slopes", "alibi_slopes has shape {}: give one slope for each of the {} heads",
              shape_of(call.alibi_slopes), q.heads());
-    }
   }
   for (std::size_t i = 0; i < call.pieces.size(); ++i) {
     const KeyPiece& piece = call.pieces[i];
     const std::string name = fmt::format("pieces[{}]", i);
-    check_tensor(name, piece.k);
-    check_tensor(name, piece.v);
-    check_dtype_device(name, piece.k, q.dtype, q);
-    check_dtype_device(name, piece.v, q.dtype, q);
-    check_same(name, piece.v, piece.k, "its k");
-    if (piece.k.batch() != batch || piece.k.columns() != q.columns()) {
+    check_like(name, piece.k, q.dtype, q, piece.k, "");
+    check_like(name, piece.v, q.dtype, q, piece.k, "its k");
+    if (piece.k.batch() != batch || piece.k.columns() != q.columns())
       reject(name, "{} has shape {}: give [{}, rows, heads, {}]", name, shape_of(piece.k), batch, q.columns());
-    }
-    if (piece.kv_head < 0 || piece.k.heads() > k.heads() || piece.kv_head > k.heads() - piece.k.heads()) {
+    if (piece.kv_head < 0 || piece.k.heads() > k.heads() || piece.kv_head > k.heads() - piece.k.heads())
       reject(name, "{} has {} heads from head {} on: k has {}", name, piece.k.heads(), piece.kv_head, k.heads());
-    }
     if (piece.step < 1) reject(name, "{} has step {}: steps are at least 1", name, piece.step);
     const std::int64_t rows = piece.k.rows();
-    if (piece.first < 0 ||
-        (rows > 0 && (piece.first >= tokens || (tokens - 1 - piece.first) / piece.step < rows - 1))) {
+    if (piece.first < 0 || (rows > 0 && (piece.first >= tokens || (tokens - 1 - piece.first) / piece.step < rows - 1)))
       reject(name, "{} (first {}, step {}, {} rows) leaves the sequence of {} positions", name, piece.first, piece.step,
              rows, tokens);
-    }
   }
-  if (call.workspace && reinterpret_cast<std::uintptr_t>(call.workspace) % 64 != 0) {
+  if (call.workspace && reinterpret_cast<std::uintptr_t>(call.workspace) % 64 != 0)
     reject("workspace", "workspace is at {}: align it to 64 bytes", call.workspace);
-  }
 }
 
 Problem make_problem(const ConstTensorView& q, const ConstTensorView& k, const Call& call,
-                     std::span<const Named> tensors) {
+                     std::initializer_list<ConstTensorView> tensors) {
   Problem problem;
   problem.dtype = q.dtype;
   problem.device = q.device;
@@ -250,11 +223,10 @@ Problem make_problem(const ConstTensorView& q, const ConstTensorView& k, const C
 
 void check_lse(std::string_view name, const ConstTensorView& lse, const ConstTensorView& q) {
   check_tensor(name, lse);
-  check_dtype_device(name, lse, q.dtype == DType::f64 ? DType::f64 : DType::f32, q);
-  if (lse.sizes != std::array<std::int64_t, 4>{q.batch(), q.rows(), q.heads(), 1}) {
+  check_dtype_device(name, lse, sum_dtype(q.dtype), q);
+  if (lse.sizes != std::array<std::int64_t, 4>{q.batch(), q.rows(), q.heads(), 1})
     reject(name, "{} is [batch, rows, heads] = [{}, {}, {}]: q needs [{}, {}, {}]", name, lse.sizes[0], lse.sizes[1],
            lse.sizes[2], q.batch(), q.rows(), q.heads());
-  }
 }
 
 /// Looks for the keys that the queries of a range attend to.
@@ -311,10 +283,9 @@ class PieceCheck {
     for (std::int64_t index = first; index < last;) {
       const RowRun run = rows_.run(entry, kv_head, strand, index, last - index);
       const std::int64_t position = strand.start + index * strand.stride;
-      if (run.count == 0 && key_allowed(mask_, entry, position)) {
+      if (run.count == 0 && key_allowed(mask_, entry, position))
         reject("pieces", "no piece holds position {}, which a query in range (start {}, count {}) {}", position,
                range.start, range.count, uses);
-      }
       index += std::max<std::int64_t>(run.count, 1);
     }
   }
@@ -333,9 +304,7 @@ void check_piece_gradients(const ConstTensorView& q, const Call& call) {
       if (view.given() != call.pieces[0].dk.given())
         reject(name, "{} is {}: give gradients in all pieces or in none", name, view.given() ? "given" : "missing");
       if (!view.given()) continue;
-      check_tensor(name, view);
-      check_dtype_device(name, view, q.dtype == DType::f64 ? DType::f64 : DType::f32, q);
-      check_same(name, view, piece.k, "its k");
+      check_like(name, view, sum_dtype(q.dtype), q, piece.k, "its k");
       if (may_overlap_itself(view))
         reject(name, "{} has strides [{}] that visit an element twice", name, fmt::join(view.strides, ", "));
     }
@@ -347,17 +316,14 @@ void check_piece_gradients(const ConstTensorView& q, const Call& call) {
 Problem check_forward(const Options&, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                       const TensorView& out, const TensorView& lse, const Call& call) {
   check_shapes(q, k, v, call);
-  check_tensor("out", out);
-  check_dtype_device("out", out, q.dtype, q);
-  check_same("out", out, q, "q");
+  check_like("out", out, q.dtype, q, q, "q");
   if (lse.given()) check_lse("lse", lse, q);
   check_call(q, k, call);
   const Named outputs[] = {{"out", out}, {"lse", lse}};
   const Named inputs[] = {
       {"q", q}, {"k", k}, {"v", v}, {"key_mask", call.key_mask}, {"alibi_slopes", call.alibi_slopes}};
   check_outputs(outputs, inputs);
-  const Named tensors[] = {{"q", q}, {"k", k}, {"v", v}, {"out", out}};
-  return make_problem(q, k, call, tensors);
+  return make_problem(q, k, call, {q, k, v, out});
 }
 
 void check_inspection(const ConstTensorView& q, const ConstTensorView& k, const Call& call, bool any_columns) {
@@ -371,23 +337,13 @@ Problem check_backward(const Options& options, const ConstTensorView& q, const C
                        const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
                        const Call& call) {
   check_shapes(q, k, v, call);
-  const Named like_q[] = {{"out", out}, {"dout", dout}, {"dq", dq}};
-  const Named like_k[] = {{"dk", dk}, {"dv", dv}};
-  for (const Named& tensor : like_q) {
-    check_tensor(tensor.name, tensor.view);
-    check_dtype_device(tensor.name, tensor.view, q.dtype, q);
-    check_same(tensor.name, tensor.view, q, "q");
-  }
+  for (const Named& tensor : {Named{"out", out}, {"dout", dout}, {"dq", dq}})
+    check_like(tensor.name, tensor.view, q.dtype, q, q, "q");
   const bool in_pieces = !call.pieces.empty() && call.pieces[0].dk.given();
-  for (const Named& tensor : like_k) {
-    if (in_pieces) {
-      if (tensor.view.given())
-        reject(tensor.name, "{} is given and so are gradients in pieces: give one of the two", tensor.name);
-      continue;
-    }
-    check_tensor(tensor.name, tensor.view);
-    check_dtype_device(tensor.name, tensor.view, q.dtype, q);
-    check_same(tensor.name, tensor.view, k, "k");
+  for (const Named& tensor : {Named{"dk", dk}, {"dv", dv}}) {
+    if (!in_pieces) check_like(tensor.name, tensor.view, q.dtype, q, k, "k");
+    else if (tensor.view.given())
+      reject(tensor.name, "{} is given and so are gradients in pieces: give one of the two", tensor.name);
   }
   if (!lse.given()) reject("lse", "lse is missing: backward needs the lse that forward returned");
   check_lse("lse", lse, q);
@@ -410,9 +366,7 @@ Problem check_backward(const Options& options, const ConstTensorView& q, const C
                           {"key_mask", call.key_mask},
                           {"alibi_slopes", call.alibi_slopes}};
   check_outputs(outputs, inputs);
-  const Named tensors[] = {{"q", q},       {"k", k},   {"v", v},   {"out", out},
-                           {"dout", dout}, {"dq", dq}, {"dk", dk}, {"dv", dv}};
-  return make_problem(q, k, call, tensors);
+  return make_problem(q, k, call, {q, k, v, out, dout, dq, dk, dv});
 }
 
 void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorView& v, const Call& call,
@@ -423,8 +377,7 @@ void check_pieces(const Plan& plan, const ConstTensorView& k, const ConstTensorV
 }
 
 Problem Attention::problem(const ConstTensorView& q, const ConstTensorView& k, const Call& call) {
-  const Named tensors[] = {{"q", q}, {"k", k}};
-  return make_problem(q, k, call, tensors);
+  return make_problem(q, k, call, {q, k});
 }
 
 }  // namespace longspan

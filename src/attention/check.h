@@ -5,8 +5,6 @@
 
 namespace longspan {
 
-/// Options that make no sense on their own.
-
 /// Everything that docs/definition.md, section 9.1, refuses in a forward call. Returns the problem it poses.
 Problem check_forward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,
                       const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call);

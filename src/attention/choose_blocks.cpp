@@ -78,14 +78,12 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
   parallel_for(threads, problem.batch * problem.kv_heads, control, [&](int, std::int64_t item) {
     const std::int64_t entry = item / problem.kv_heads, head = item % problem.kv_heads;
     const Strand strand{0, 1, length(entry)};
-    for (std::int64_t position = 0; position < strand.count;) {
-      const RowRun run = keys.run(entry, head, strand, position, strand.count - position);
+    keys.for_each_run(entry, head, strand, 0, strand.count, [&](std::int64_t position, const RowRun& run) {
       for (std::int64_t i = 0; i < run.count; ++i) {
         if (key_allowed(call.key_mask, entry, position + i))
           key_means.add(entry, head, (position + i) / size, run.k + i * run.k_stride, k.dtype);
       }
-      position += std::max<std::int64_t>(run.count, 1);
-    }
+    });
     key_means.divide(entry, head);
   });
   parallel_for(threads, problem.batch * heads, control, [&](int, std::int64_t item) {
@@ -94,8 +92,7 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
     for (std::int64_t row = 0; row < problem.query_rows; ++row) {
       const std::int64_t position = cursor.next();
       if (position >= length(entry) || !key_allowed(call.key_mask, entry, position)) continue;
-      query_means.add(entry, head, position / size,
-                      static_cast<const std::byte*>(q.data) + q.offset(entry, row, head) * size_of(q.dtype), q.dtype);
+      query_means.add(entry, head, position / size, q.bytes_at(entry, row, head), q.dtype);
     }
     query_means.divide(entry, head);
   });
@@ -114,18 +111,15 @@ BlockMask choose_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
         offsets[static_cast<std::size_t>(row)] + (count > 0 ? kept_columns(own.adaptive_density, count) : 0);
   }
   std::vector<std::int32_t> columns(static_cast<std::size_t>(offsets.back()));
-  struct Scratch {
-    std::vector<float> scores;
-    std::vector<std::int32_t> order;
-  };
-  std::vector<Scratch> scratch(static_cast<std::size_t>(threads),
-                               {std::vector<float>(static_cast<std::size_t>(blocks)), {}});
+  std::vector<std::vector<float>> all_scores(static_cast<std::size_t>(threads));
+  std::vector<std::vector<std::int32_t>> all_orders(all_scores.size());
   parallel_for(threads, rows, control, [&](int worker, std::int64_t row) {
     const std::int64_t block_row = row % blocks, head = row / blocks % heads, entry = row / blocks / heads;
     const std::int64_t count = candidates(entry, block_row);
     if (count == 0) return;
-    std::vector<float>& scores = scratch[static_cast<std::size_t>(worker)].scores;
-    std::vector<std::int32_t>& order = scratch[static_cast<std::size_t>(worker)].order;
+    std::vector<float>& scores = all_scores[static_cast<std::size_t>(worker)];
+    std::vector<std::int32_t>& order = all_orders[static_cast<std::size_t>(worker)];
+    scores.resize(static_cast<std::size_t>(count));
     const float* const query = query_means.at(entry, head, block_row);
     for (std::int64_t column = 0; column < count; ++column) {
       scores[static_cast<std::size_t>(column)] = plain::dot<float>(

@@ -26,11 +26,8 @@ GatheredRows::GatheredRows(const ConstTensorView& tensor, std::span<const std::i
   std::byte* to = memory_.data();
   for (std::int64_t entry = 0; entry < tensor.batch(); ++entry) {
     for (const std::int64_t row : rows) {
-      for (std::int64_t head = 0; head < tensor.heads(); ++head, to += row_bytes) {
-        std::memcpy(
-            to, static_cast<const std::byte*>(tensor.data) + tensor.offset(entry, row, head) * size_of(tensor.dtype),
-            row_bytes);
-      }
+      for (std::int64_t head = 0; head < tensor.heads(); ++head, to += row_bytes)
+        std::memcpy(to, tensor.bytes_at(entry, row, head), row_bytes);
     }
   }
 }

@@ -7,6 +7,18 @@
 
 namespace longspan {
 
+KernelChoice::KernelChoice(const Plan& plan) {
+  std::string why_no_lists;
+  for (const BranchPlan& branch : plan.branches()) {
+    if (branch.mask && why_no_lists.empty()) why_no_lists = branch.mask->why_no_lists();
+  }
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const int index = static_cast<int>(pass);
+    if (why_no_lists.empty()) kernels[index] = select_kernels(plan, pass, refusals[index]);
+    else refusals[index] = why_no_lists;
+  }
+}
+
 std::string_view Plan::kernel_name(Pass pass) const {
   const auto choice = KernelChoice::of(*this);
   return choice->of(pass).empty() ? std::string_view() : choice->of(pass).front()->name;

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels/kernel.h"
-#include "longspan/error.h"
+#include "util/reject.h"
 
 namespace longspan {
 
@@ -13,17 +13,7 @@ struct KernelChoice {
   std::vector<const Kernel*> kernels[2];  // of each pass, in turn; all but the last may refuse tensors
   std::string refusals[2];                // why there is none
 
-  explicit KernelChoice(const Plan& plan) {
-    std::string why_no_lists;
-    for (const BranchPlan& branch : plan.branches()) {
-      if (branch.mask && why_no_lists.empty()) why_no_lists = branch.mask->why_no_lists();
-    }
-    for (const Pass pass : {Pass::forward, Pass::backward}) {
-      const int index = static_cast<int>(pass);
-      if (why_no_lists.empty()) kernels[index] = select_kernels(plan, pass, refusals[index]);
-      else refusals[index] = why_no_lists;
-    }
-  }
+  explicit KernelChoice(const Plan& plan);
   /// Keeps the choice with the plan, so that calls find it.
   static void keep(Plan& plan) { plan.choice_ = std::make_shared<const KernelChoice>(plan); }
   static std::shared_ptr<const KernelChoice> of(const Plan& plan) {
@@ -46,7 +36,7 @@ struct KernelChoice {
       if (verdict.ok) return *kernel;
       refused += fmt::format("{} {} {}", refused.empty() ? "" : ";", kernel->name, verdict.reason);
     }
-    throw Unsupported(fmt::format("no kernel takes these tensors:{}", refused));
+    raise<Unsupported>("no kernel takes these tensors:{}", refused);
   }
 };
 

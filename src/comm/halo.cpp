@@ -3,56 +3,56 @@
 #include <algorithm>
 #include <optional>
 
-#include "attention/split_forward.h"
+#include "attention/run.h"
 #include "comm/ring_state.h"
-#include "longspan/error.h"
+#include "plan/exchange_runs.h"
 #include "plan/row_ranges.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
 
 /// Consecutive rows of a shard, and the positions they have.
-struct RowsPart {
+struct ShardRows {
   std::int64_t row = 0;
   RowRanges positions;
   std::int64_t count() const { return rows_in(positions); }
 };
-using RowsParts = std::vector<RowsPart>;
 
-/// Positions of the shard as parts of its rows.
-RowsParts parts_of(std::span<const RowRange> positions, std::span<const RowRange> shard) {
-  RowsParts parts;
+/// Where positions lie in a shard.
+std::vector<ShardRows> rows_at(std::span<const RowRange> positions, std::span<const RowRange> shard) {
+  std::vector<ShardRows> found;
   std::int64_t row = 0;
   for (const RowRange& range : shard) {
     for (const RowRange& own : common_rows({&range, 1}, positions)) {
       const std::int64_t at = row + own.start - range.start;
-      if (parts.empty() || parts.back().row + parts.back().count() != at) parts.push_back({at, {}});
-      parts.back().positions.push_back(own);
+      if (found.empty() || found.back().row + found.back().count() != at) found.push_back({at, {}});
+      found.back().positions.push_back(own);
     }
     row += range.count;
   }
-  return parts;
+  return found;
 }
 
 struct RowsByNeed {
-  RowsParts local, remote;  // need no remote row; need some
+  std::vector<ShardRows> local, remote;  // need no remote row; need some
 };
 
-/// Rows of the shard that are local to every branch, and the rest. Each part is a call of its own, so of many short
+/// Rows of the shard that are local to every branch, and the rest. Each stretch is a call of its own, so of many short
 /// ones only the longest are kept apart.
 RowsByNeed split(const ExchangePlan& exchange, std::span<const RowRange> ranges) {
-  constexpr std::size_t kMostParts = 16;
+  constexpr std::size_t kMostCalls = 16;
   RowRanges local(ranges.begin(), ranges.end());
   if (!exchange.peers().empty()) {
     for (const RowRanges& of_branch : exchange.local_ranges()) local = common_rows(local, of_branch);
   }
-  if (local.size() > kMostParts) {
+  if (local.size() > kMostCalls) {
     const auto longer = [](const RowRange& a, const RowRange& b) { return a.count > b.count; };
-    std::nth_element(local.begin(), local.begin() + kMostParts, local.end(), longer);
-    local.resize(kMostParts);
+    std::nth_element(local.begin(), local.begin() + kMostCalls, local.end(), longer);
+    local.resize(kMostCalls);
     std::sort(local.begin(), local.end(), [](const RowRange& a, const RowRange& b) { return a.start < b.start; });
   }
-  return {parts_of(local, ranges), parts_of(rows_without(ranges, local), ranges)};
+  return {rows_at(local, ranges), rows_at(rows_without(ranges, local), ranges)};
 }
 
 /// What each branch can do without remote rows, and what is left. Where branches are mixed, a row goes through them in
@@ -94,35 +94,31 @@ class WorkProgress {
 };
 
 /// Memory for what a forward exchanges, with the sends packed.
-Messages make_messages(const ExchangePlan& exchange, const MessagePlace& place, std::span<const RowRange> ranges,
+Messages make_messages(const ExchangePlan& exchange, const MessageMemory& memory, std::span<const RowRange> ranges,
                        const ConstTensorView& k, const ConstTensorView& v) {
   Messages messages;
-  const auto bytes = [&](std::int64_t pairs) { return static_cast<std::size_t>(pairs * exchange.bytes_per_pair()); };
   for (const ExchangePeer& peer : exchange.peers()) {
-    if (peer.send_pairs > 0) messages.sends.emplace_back(peer.rank, bytes(peer.send_pairs), place);
-    if (peer.receive_pairs > 0) messages.receives.emplace_back(peer.rank, bytes(peer.receive_pairs), place);
+    if (peer.send_pairs > 0)
+      messages.sends.emplace_back(peer.rank, peer.send_pairs * exchange.bytes_per_pair(), memory);
+    if (peer.receive_pairs > 0)
+      messages.receives.emplace_back(peer.rank, peer.receive_pairs * exchange.bytes_per_pair(), memory);
   }
   std::vector<PackedRows> rows;
-  for (const ExchangePeer& peer : exchange.peers()) {
-    if (peer.send_pairs > 0) rows.push_back({messages.sends[rows.size()], peer.send});
-  }
+  for (const MessageBuffer& send : messages.sends) rows.push_back({send, peer_of(exchange, send.peer()).send});
   pack(rows, ranges, k, v);
   return messages;
 }
 
 /// Memory for the gradients that travel back: sends are what receives were, set to zero.
-Messages make_returns(const ExchangePlan& exchange, const MessagePlace& place, const ConstTensorView& k) {
+Messages make_returns(const ExchangePlan& exchange, const MessageMemory& memory, const ConstTensorView& k) {
   Messages messages;
-  const DType sums = sum_dtype(k.dtype);
-  const auto bytes = [&](std::int64_t pairs) {
-    return static_cast<std::size_t>(pairs * exchange.gradient_bytes_per_pair());
-  };
   for (const ExchangePeer& peer : exchange.peers()) {
     if (peer.receive_pairs > 0) {
-      messages.sends.emplace_back(peer.rank, bytes(peer.receive_pairs), place);
-      clear(message_rows(messages.sends.back().payload(), peer.receive_pairs, k, sums), place.stream);
+      messages.sends.emplace_back(peer.rank, peer.receive_pairs * exchange.gradient_bytes_per_pair(), memory);
+      clear(message_rows(messages.sends.back().payload(), peer.receive_pairs, k, sum_dtype(k.dtype)), memory.stream);
     }
-    if (peer.send_pairs > 0) messages.receives.emplace_back(peer.rank, bytes(peer.send_pairs), place);
+    if (peer.send_pairs > 0)
+      messages.receives.emplace_back(peer.rank, peer.send_pairs * exchange.gradient_bytes_per_pair(), memory);
   }
   return messages;
 }
@@ -138,16 +134,16 @@ bool sums_in_place(const TensorView& view) {
 
 /// A halo of other inputs would give other gradients.
 void check_kept(const RingPlan& plan, const Problem& problem, std::span<const MessageBuffer> halo) {
-  std::size_t next = 0;
-  bool same = problem == plan.problem;
-  for (const ExchangePeer& peer : plan.exchange->peers()) {
-    if (peer.receive_pairs == 0) continue;
-    same = same && next < halo.size() && halo[next].peer() == peer.rank &&
-           halo[next].bytes() == static_cast<std::size_t>(peer.receive_pairs * plan.exchange->bytes_per_pair());
-    ++next;
-  }
-  if (!same || next != halo.size()) {
-    throw InvalidArgument(
+  const ExchangePlan& exchange = *plan.exchange;
+  const auto received = std::count_if(exchange.peers().begin(), exchange.peers().end(),
+                                      [](const ExchangePeer& peer) { return peer.receive_pairs > 0; });
+  const bool same =
+      problem == plan.problem && received == static_cast<std::ptrdiff_t>(halo.size()) &&
+      std::all_of(halo.begin(), halo.end(), [&](const MessageBuffer& message) {
+        return message.bytes() == peer_of(exchange, message.peer()).receive_pairs * exchange.bytes_per_pair();
+      });
+  if (!same) {
+    reject(
         "kept",
         "the halo was kept by a forward of another problem: pass the one of these inputs, or none to fetch it again");
   }
@@ -156,50 +152,44 @@ void check_kept(const RingPlan& plan, const Problem& problem, std::span<const Me
 /// The received rows as pieces behind the own ones.
 void add_halo_pieces(std::vector<KeyPiece>& pieces, const ExchangePlan& exchange, std::span<const MessageBuffer> halo,
                      std::span<const MessageBuffer> gradients, const ConstTensorView& k) {
-  std::size_t next = 0;
-  for (const ExchangePeer& peer : exchange.peers()) {
-    if (peer.receive_pairs == 0) continue;
-    add_pieces(pieces, peer.receive, halo[next].payload(), gradients.empty() ? nullptr : gradients[next].payload(),
-               k.batch(), k.columns(), k.dtype, sum_dtype(k.dtype), k.device);
-    ++next;
+  for (std::size_t i = 0; i < halo.size(); ++i) {
+    add_pieces(pieces, peer_of(exchange, halo[i].peer()).receive, halo[i].payload(),
+               gradients.empty() ? nullptr : gradients[i].payload(), k, k.dtype);
   }
 }
 
 }  // namespace
 
-void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t,
-                               const Call& call, RingHalo* keep) {
-  RingClock clock(report, rules.place);
+void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, RingClock& clock,
+                               const ForwardTensors& t, const Call& call, RingHalo* keep) {
   const ExchangePlan& exchange = *plan.exchange;
   const ConstTensorView k = shape_only(t.k, shards.tokens()), v = shape_only(t.v, shards.tokens());
-  clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring forward"); });
   Messages messages;
-  clock.working("pack", [&] { messages = make_messages(exchange, rules.place, ranges(), t.k, t.v); });
+  clock.working("pack", [&] { messages = make_messages(exchange, rules.memory, ranges(), t.k, t.v); });
   messages.count(report);
   report.halo_bytes = total_bytes(messages.receives);
   MessageStep step(*communicator, rules, "ring forward, exchange of rows");
   clock.working("send", [&] { step.begin(messages.sends, messages.receives); });
 
-  const RowsByNeed parts = split(exchange, ranges());
+  const RowsByNeed rows = split(exchange, ranges());
   WorkProgress progress(call, shards.rows(rank));
-  std::vector<KeyPiece> pieces;
-  add_own_pieces(pieces, ranges(), t.k, t.v);
-  const auto attend = [&](const RowsParts& list, MessageStep* travelling) {
-    for (const RowsPart& part : list) {
+  std::vector<KeyPiece> pieces = own_pieces(ranges(), t.k, t.v);
+  const auto attend = [&](const std::vector<ShardRows>& list, MessageStep* travelling) {
+    for (const ShardRows& own : list) {
       Call inner = call;
-      inner.query_ranges = part.positions;
+      inner.query_ranges = own.positions;
       inner.pieces = pieces;
-      progress.apply(inner, part.count(), travelling);
-      attention.forward(rows_of(t.q, part.row, part.count()), k, v, rows_of(t.out, part.row, part.count()),
-                        rows_of(t.lse, part.row, part.count()), inner);
+      progress.apply(inner, own.count(), travelling);
+      attention.forward(rows_of(t.q, own.row, own.count()), k, v, rows_of(t.out, own.row, own.count()),
+                        rows_of(t.lse, own.row, own.count()), inner);
     }
   };
   // By branches where the kernel can stop between them, else by rows.
   Call ranged = call;
   ranged.query_ranges = ranges();
   ranged.pieces = pieces;
-  const SplitForward by_branch(attention, t.q, k, v, t.out, t.lse, ranged);
-  if (!parts.remote.empty() && by_branch.possible()) {
+  SplitForward by_branch(attention, t.q, k, v, t.out, t.lse, ranged);
+  if (!rows.remote.empty() && by_branch.possible()) {
     const WindowsByNeed windows = split_windows(*plan.plan, exchange, ranges());
     progress.apply(ranged, shards.rows(rank) / 2, &step);
     clock.working("work without remote keys", step, [&] { by_branch.run({windows.local, true, false}, ranged); });
@@ -209,23 +199,20 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
     progress.apply(ranged, shards.rows(rank) / 2, nullptr);
     clock.working("work with remote keys", [&] { by_branch.run({windows.remote, false, true}, ranged); });
   } else {
-    if (!parts.local.empty()) clock.working("rows without remote keys", step, [&] { attend(parts.local, &step); });
+    if (!rows.local.empty()) clock.working("rows without remote keys", step, [&] { attend(rows.local, &step); });
     clock.waiting("wait", [&] { step.finish(); });
     add_halo_pieces(pieces, exchange, messages.receives, {}, t.k);
-    if (!parts.remote.empty()) clock.working("rows with remote keys", [&] { attend(parts.remote, nullptr); });
+    if (!rows.remote.empty()) clock.working("rows with remote keys", [&] { attend(rows.remote, nullptr); });
   }
   if (keep) keep->data_ = std::make_shared<RingHalo::Data>(RingHalo::Data{plan.problem, std::move(messages.receives)});
 }
 
-void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t,
-                                const Call& call, const RingHalo* kept) {
-  RingClock clock(report, rules.place);
+void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules, RingClock& clock,
+                                const BackwardTensors& t, const Call& call, const RingHalo* kept) {
   const ExchangePlan& exchange = *plan.exchange;
   const ConstTensorView k = shape_only(t.k, shards.tokens()), v = shape_only(t.v, shards.tokens());
-  clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring backward"); });
-
   // Sums of own rows: the caller's tensors where they can be.
-  void* const stream = rules.place.stream;
+  void* const stream = rules.memory.stream;
   const bool in_place = sums_in_place(t.dk) && sums_in_place(t.dv);
   std::optional<ScratchTensor> dk_memory, dv_memory;
   if (!in_place) {
@@ -236,24 +223,23 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
   clear(dk, stream);
   clear(dv, stream);
 
-  const RowsByNeed parts = split(exchange, ranges());
+  const RowsByNeed rows = split(exchange, ranges());
   WorkProgress progress(call, shards.rows(rank));
-  std::vector<KeyPiece> pieces;
-  add_own_pieces(pieces, ranges(), t.k, t.v, dk, dv);
-  const auto attend = [&](const RowsParts& list, MessageStep* travelling) {
-    for (const RowsPart& part : list) {
-      const auto own = [&](const auto& view) { return rows_of(view, part.row, part.count()); };
+  std::vector<KeyPiece> pieces = own_pieces(ranges(), t.k, t.v, dk, dv);
+  const auto attend = [&](const std::vector<ShardRows>& list, MessageStep* travelling) {
+    for (const ShardRows& own : list) {
+      const auto of = [&](const auto& view) { return rows_of(view, own.row, own.count()); };
       Call inner = call;
-      inner.query_ranges = part.positions;
+      inner.query_ranges = own.positions;
       inner.pieces = pieces;
-      inner.dlse = own(call.dlse);
-      progress.apply(inner, part.count(), travelling);
-      attention.backward(own(t.q), k, v, own(t.out), own(t.lse), own(t.dout), own(t.dq), {}, {}, inner);
+      inner.dlse = of(call.dlse);
+      progress.apply(inner, own.count(), travelling);
+      attention.backward(of(t.q), k, v, of(t.out), of(t.lse), of(t.dout), of(t.dq), {}, {}, inner);
     }
   };
   const auto attend_locally = [&](MessageStep& travelling) {
-    if (!parts.local.empty())
-      clock.working("rows without remote keys", travelling, [&] { attend(parts.local, &travelling); });
+    if (!rows.local.empty())
+      clock.working("rows without remote keys", travelling, [&] { attend(rows.local, &travelling); });
   };
 
   // Rows fetched again travel while local rows are computed; a kept halo lets the gradients do so instead.
@@ -262,7 +248,7 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
   if (!fetch) check_kept(plan, kept->data_->problem, kept->data_->messages);
   if (fetch) {
     Messages messages;
-    clock.working("pack", [&] { messages = make_messages(exchange, rules.place, ranges(), t.k, t.v); });
+    clock.working("pack", [&] { messages = make_messages(exchange, rules.memory, ranges(), t.k, t.v); });
     messages.count(report);
     MessageStep step(*communicator, rules, "ring backward, exchange of rows");
     clock.working("send", [&] { step.begin(messages.sends, messages.receives); });
@@ -272,12 +258,12 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
   }
   const std::span<const MessageBuffer> halo =
       fetch ? std::span<const MessageBuffer>(fetched) : std::span<const MessageBuffer>(kept->data_->messages);
-  Messages returns = make_returns(exchange, rules.place, t.k);
+  Messages returns = make_returns(exchange, rules.memory, t.k);
   returns.count(report);
   report.halo_bytes = total_bytes(halo) + total_bytes(returns.sends) + total_bytes(returns.receives);
   const std::size_t own_pieces = pieces.size();
   add_halo_pieces(pieces, exchange, halo, returns.sends, t.k);
-  if (!parts.remote.empty()) clock.working("rows with remote keys", [&] { attend(parts.remote, nullptr); });
+  if (!rows.remote.empty()) clock.working("rows with remote keys", [&] { attend(rows.remote, nullptr); });
   pieces.resize(own_pieces);
   fetched.clear();
 
@@ -287,10 +273,8 @@ void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules,
   clock.waiting("wait", [&] { step.finish(); });
   clock.working("add gradients", [&] {
     // In the order of ranks, whatever the order of arrival.
-    std::size_t next = 0;
-    for (const ExchangePeer& peer : exchange.peers()) {
-      if (peer.send_pairs > 0) add_gradients(returns.receives[next++], peer.send, ranges(), dk, dv);
-    }
+    for (const MessageBuffer& receive : returns.receives)
+      add_gradients(receive, peer_of(exchange, receive.peer()).send, ranges(), dk, dv);
     if (!in_place) {
       convert(t.dk, dk, stream);
       convert(t.dv, dv, stream);

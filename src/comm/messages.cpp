@@ -8,22 +8,26 @@
 #include <cstring>
 #include <mutex>
 
-#include "longspan/error.h"
 #include "longspan/threads.h"
 #include "util/hash.h"
 #include "util/parallel.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x4C4F4E475350414Eu;  // "LONGSPAN"
 
-[[noreturn]] void disagree(int rank, std::string_view what) { throw CommError(fmt::format("rank {} {}", rank, what)); }
+[[noreturn]] void disagree(int rank, std::string_view what) { raise<CommError>("rank {} {}", rank, what); }
 
 /// The sender adds the sum of a message on a GPU to its header, the receiver takes it away again: nothing is left.
 void sum_up(const MessageBuffer& message, bool take_away, void* stream) {
   auto* const sum = reinterpret_cast<std::uint64_t*>(message.data() + offsetof(MessageHeader, checksum));
-  gpu::add_checksum(sum, message.payload(), message.bytes(), take_away, message.device().index, stream);
+  gpu::add_checksum(sum, message.payload(), message.size(), take_away, message.device().index, stream);
+}
+
+constexpr std::uint64_t mixed(std::uint64_t sum, std::uint64_t more) {
+  return (sum ^ more ^ (more >> 31)) * 0xBF58476D1CE4E5B9u;
 }
 
 /// Sums of 32-bit products, which every CPU has for vectors. A word is also added to its neighbour's sum as it is, so
@@ -36,8 +40,8 @@ std::uint64_t sum_of(const std::byte* data, std::size_t bytes) {
     std::uint64_t words[kLanes];
     std::memcpy(words, stripe, kStripe);
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      const std::uint64_t mixed = words[lane] ^ (key + lane);
-      sums[lane] += (mixed & 0xFFFFFFFFu) * (mixed >> 32) + words[lane ^ 1];
+      const std::uint64_t word = words[lane] ^ (key + lane);
+      sums[lane] += (word & 0xFFFFFFFFu) * (word >> 32) + words[lane ^ 1];
     }
   };
   std::size_t at = 0;
@@ -48,38 +52,46 @@ std::uint64_t sum_of(const std::byte* data, std::size_t bytes) {
     add(rest);
   }
   std::uint64_t sum = bytes;
-  for (const std::uint64_t lane : sums) sum = (sum ^ lane ^ (lane >> 31)) * 0xBF58476D1CE4E5B9u;
+  for (const std::uint64_t lane : sums) sum = mixed(sum, lane);
   return sum;
 }
 
 }  // namespace
 
+MessageBuffer::MessageBuffer(int peer, std::int64_t payload_bytes, const MessageMemory& memory)
+    : peer_(peer), bytes_(payload_bytes), memory_(memory) {
+  const bool on_gpu = memory.on_gpu();
+  host_.reset(
+      new HostMemory{HostLease(on_gpu ? 0 : whole_size()), gpu::PinnedLease(!on_gpu         ? 0
+                                                                            : memory.staged ? whole_size()
+                                                                                            : sizeof(MessageHeader))});
+  rows_ = std::make_shared<DeviceLease>(memory.device.index, memory.stream,
+                                        !on_gpu         ? 0
+                                        : memory.staged ? size() + 1
+                                                        : whole_size());
+}
+
 std::vector<std::uint64_t> checksums(std::span<const MessageBuffer> messages) {
   constexpr std::size_t kAtOnce = 128 * 1024;
-  struct Part {
+  struct Chunk {
     const std::byte* data;
     std::size_t bytes, message;
     std::uint64_t sum;
   };
-  std::vector<Part> parts;
+  std::vector<Chunk> chunks;
   std::vector<std::uint64_t> sums(messages.size());
-  std::size_t total = 0;
   for (std::size_t m = 0; m < messages.size(); ++m) {
     if (messages[m].travels_on_gpu()) continue;
-    sums[m] = messages[m].bytes();
-    total += messages[m].bytes();
-    for (std::size_t begin = 0; begin < messages[m].bytes(); begin += kAtOnce)
-      parts.push_back({messages[m].host_payload() + begin, std::min(kAtOnce, messages[m].bytes() - begin), m, 0});
+    sums[m] = messages[m].size();
+    for (std::size_t begin = 0; begin < messages[m].size(); begin += kAtOnce)
+      chunks.push_back({messages[m].host_payload() + begin, std::min(kAtOnce, messages[m].size() - begin), m, 0});
   }
-  parallel_for(threads_for_bytes(static_cast<std::int64_t>(total)), static_cast<std::int64_t>(parts.size()), {},
+  parallel_for(threads_for_bytes(total_bytes(messages)), static_cast<std::int64_t>(chunks.size()), {},
                [&](int, std::int64_t item) {
-                 Part& part = parts[static_cast<std::size_t>(item)];
-                 part.sum = sum_of(part.data, part.bytes);
+                 Chunk& chunk = chunks[static_cast<std::size_t>(item)];
+                 chunk.sum = sum_of(chunk.data, chunk.bytes);
                });
-  for (const Part& part : parts) {
-    std::uint64_t& sum = sums[part.message];
-    sum = (sum ^ part.sum ^ (part.sum >> 31)) * 0xBF58476D1CE4E5B9u;
-  }
+  for (const Chunk& chunk : chunks) sums[chunk.message] = mixed(sums[chunk.message], chunk.sum);
   return sums;
 }
 
@@ -115,8 +127,7 @@ void MessageStep::guarded(Action&& action) {
 MessageStep::MessageStep(Communicator& communicator, const MessageRules& rules, std::string name)
     : communicator_(communicator), rules_(rules), name_(std::move(name)) {
   if (!communicator.failure().empty()) {
-    throw CommError(
-        fmt::format("{}: this communicator failed before: {}; make a new one", name_, communicator.failure()));
+    raise<CommError>("{}: this communicator failed before: {}; make a new one", name_, communicator.failure());
   }
   step_ = steps_of(communicator).next++;
 }
@@ -130,18 +141,18 @@ MessageStep::~MessageStep() {
 
 /// Headers, and what is on its way to the host or stays on the GPU; on return everything is ready to travel.
 void MessageStep::seal(std::span<const MessageBuffer> sends) const {
-  const MessagePlace& place = rules_.place;
+  const MessageMemory& memory = rules_.memory;
   for (const MessageBuffer& send : sends) {
-    send.header() = {kMagic, rules_.digest, step_, communicator_.rank(), send.peer(), send.bytes(), 0, {}};
+    send.header() = {kMagic, rules_.digest, step_, communicator_.rank(), send.peer(), send.size(), 0, {}};
     if (send.travels_on_gpu()) {
-      gpu::copy(send.data(), &send.header(), sizeof(MessageHeader), place.device.index, place.stream);
-      if (rules_.checksums) sum_up(send, false, place.stream);
-    } else if (place.staged) {
-      gpu::copy(send.host_payload(), send.payload(), send.bytes(), place.device.index, place.stream);
+      gpu::copy(send.data(), &send.header(), sizeof(MessageHeader), memory.device.index, memory.stream);
+      if (rules_.checksums) sum_up(send, false, memory.stream);
+    } else if (memory.staged) {
+      gpu::copy(send.host_payload(), send.payload(), send.size(), memory.device.index, memory.stream);
     }
   }
   // Memory that messages will arrive in was asked for in the order of the stream, too.
-  if (place.on_gpu()) gpu::wait(place.device.index, place.stream);
+  if (memory.on_gpu()) gpu::wait(memory.device.index, memory.stream);
   if (!rules_.checksums) return;
   const std::vector<std::uint64_t> sums = checksums(sends);
   for (std::size_t i = 0; i < sends.size(); ++i) {
@@ -155,10 +166,10 @@ void MessageStep::begin(std::span<const MessageBuffer> sends, std::span<const Me
   receives_ = receives;
   std::vector<SendBuffer> to;
   std::vector<ReceiveBuffer> from;
-  for (const MessageBuffer& send : sends) to.push_back({send.peer(), send.data(), send.whole_bytes(), send.device()});
+  for (const MessageBuffer& send : sends) to.push_back({send.peer(), send.data(), send.whole_size(), send.device()});
   for (const MessageBuffer& receive : receives) {
     receive.header() = {};
-    from.push_back({receive.peer(), receive.data(), receive.whole_bytes(), receive.device()});
+    from.push_back({receive.peer(), receive.data(), receive.whole_size(), receive.device()});
   }
   guarded([&] {
     seal(sends);
@@ -175,18 +186,18 @@ void MessageStep::progress() {
 /// Headers of messages that arrived on a GPU come to the host, payloads that arrived on the host go to the GPU. Beside
 /// the caller's stream, which may be computing.
 void MessageStep::open(std::span<const MessageBuffer> receives) const {
-  const MessagePlace& place = rules_.place;
-  if (!place.on_gpu() || receives.empty()) return;
-  const gpu::SideStream side(place.device.index);
+  const MessageMemory& memory = rules_.memory;
+  if (!memory.on_gpu() || receives.empty()) return;
+  const gpu::SideStream side(memory.device.index);
   for (const MessageBuffer& receive : receives) {
     if (receive.travels_on_gpu()) {
       if (rules_.checksums) sum_up(receive, true, side.get());
-      gpu::copy(&receive.header(), receive.data(), sizeof(MessageHeader), place.device.index, side.get());
+      gpu::copy(&receive.header(), receive.data(), sizeof(MessageHeader), memory.device.index, side.get());
     } else {
-      gpu::copy(receive.payload(), receive.host_payload(), receive.bytes(), place.device.index, side.get());
+      gpu::copy(receive.payload(), receive.host_payload(), receive.size(), memory.device.index, side.get());
     }
   }
-  gpu::wait(place.device.index, side.get());
+  gpu::wait(memory.device.index, side.get());
 }
 
 void MessageStep::finish() {
@@ -214,7 +225,7 @@ void MessageStep::finish() {
                  "same on all ranks");
       }
       if (header.step != step_) disagree(peer, fmt::format("is at step {}", header.step));
-      if (header.bytes != receive.bytes())
+      if (header.bytes != receive.size())
         disagree(peer, fmt::format("sent {} bytes, {} were expected", header.bytes, receive.bytes()));
       if (rules_.checksums && header.checksum != sums[i]) disagree(peer, "sent a message that arrived changed");
     }
@@ -228,55 +239,46 @@ void MessageStep::greet(Communicator& communicator, const MessageRules& rules, c
   std::vector<MessageBuffer> sends, receives;
   for (int peer = 0; peer < communicator.size(); ++peer) {
     if (peer == communicator.rank()) continue;
-    sends.emplace_back(peer, 0, rules.place);
-    receives.emplace_back(peer, 0, rules.place);
+    sends.emplace_back(peer, 0, rules.memory);
+    receives.emplace_back(peer, 0, rules.memory);
   }
-  MessageStep step(communicator, rules, name + ", comparing ranks");
-  step.begin(sends, receives);
-  step.finish();
+  MessageStep(communicator, rules, name + ", comparing ranks").run(sends, receives);
   steps.greeted = true;
 }
 
 void all_gather(Communicator& communicator, const std::string& what, const SendBuffer& own,
                 std::span<const ReceiveBuffer> parts, std::chrono::milliseconds deadline, void* stream) {
   const auto rank = static_cast<std::size_t>(communicator.rank());
-  if (parts.size() != static_cast<std::size_t>(communicator.size())) {
-    throw InvalidArgument("parts", fmt::format("{} parts for {} ranks: give one for each, this rank's too",
-                                               parts.size(), communicator.size()));
-  }
-  if (rank >= parts.size()) {
-    throw InvalidArgument("communicator", fmt::format("the communicator says it is rank {} of {}: ranks are 0 to {}",
-                                                      communicator.rank(), parts.size(), parts.size() - 1));
-  }
-  if (parts[rank].bytes != own.bytes) {
-    throw InvalidArgument("own", fmt::format("own has {} bytes, part {} has {}: they are the same rank's", own.bytes,
-                                             rank, parts[rank].bytes));
-  }
+  if (parts.size() != static_cast<std::size_t>(communicator.size()))
+    reject("parts", "{} parts for {} ranks: give one for each, this rank's too", parts.size(), communicator.size());
+  if (rank >= parts.size())
+    reject("communicator", "the communicator says it is rank {} of {}: ranks are 0 to {}", communicator.rank(),
+           parts.size(), parts.size() - 1);
+  if (parts[rank].bytes != own.bytes)
+    reject("own", "own has {} bytes, part {} has {}: they are the same rank's", own.bytes, rank, parts[rank].bytes);
   const bool on_gpu = own.device.type == DeviceType::cuda;
   if (!on_gpu && !communicator.takes(own.device))
     throw Unsupported("memory of the host: this communicator moves GPU memory only; use a local or an MPI ring");
-  MessagePlace place;
-  if (on_gpu) place = {own.device, stream, !communicator.takes(own.device)};
+  MessageMemory memory;
+  if (on_gpu) memory = {own.device, stream, !communicator.takes(own.device)};
   const auto copy = [&](void* target, const void* source, std::size_t bytes) {
-    if (on_gpu) gpu::copy(target, source, bytes, place.device.index, stream);
+    if (on_gpu) gpu::copy(target, source, bytes, memory.device.index, stream);
     else if (bytes > 0) std::memcpy(target, source, bytes);
   };
   Hasher hasher;
   hasher.add(std::string_view(what));
   std::vector<MessageBuffer> sends, receives;
   for (std::size_t peer = 0; peer < parts.size(); ++peer) {
-    hasher.add(static_cast<std::uint64_t>(parts[peer].bytes));
+    hasher.add(parts[peer].bytes);
     if (peer == rank) continue;
-    sends.emplace_back(static_cast<int>(peer), own.bytes, place);
-    receives.emplace_back(static_cast<int>(peer), parts[peer].bytes, place);
+    sends.emplace_back(static_cast<int>(peer), static_cast<std::int64_t>(own.bytes), memory);
+    receives.emplace_back(static_cast<int>(peer), static_cast<std::int64_t>(parts[peer].bytes), memory);
     copy(sends.back().payload(), own.data, own.bytes);
   }
-  const MessageRules rules{hasher.value(), true, deadline, place};
-  MessageStep step(communicator, rules, what);
-  step.begin(sends, receives);
-  step.finish();
+  const MessageRules rules{hasher.value(), true, deadline, memory};
+  MessageStep(communicator, rules, what).run(sends, receives);
   for (const MessageBuffer& receive : receives)
-    copy(parts[static_cast<std::size_t>(receive.peer())].data, receive.payload(), receive.bytes());
+    copy(parts[static_cast<std::size_t>(receive.peer())].data, receive.payload(), receive.size());
   copy(parts[rank].data, own.data, own.bytes);
 }
 

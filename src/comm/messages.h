@@ -28,8 +28,8 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 64);
 
-/// Where the rows of a message are packed and used, and whether they go by way of the host.
-struct MessagePlace {
+/// Memory that the rows of a message are packed in and used from, and whether they go by way of the host.
+struct MessageMemory {
   Device device{};
   void* stream = nullptr;
   bool staged = false;
@@ -41,28 +41,22 @@ struct MessagePlace {
 /// the header is also kept on the host, and of those that go by way of the host the payload also on the GPU.
 class MessageBuffer {
  public:
-  MessageBuffer(int peer, std::size_t payload_bytes, const MessagePlace& place)
-      : peer_(peer),
-        bytes_(payload_bytes),
-        place_(place),
-        host_(std::make_shared<HostMemory>(payload_bytes, place)),
-        rows_(std::make_shared<DeviceLease>(
-            place.device.index, place.stream,
-            !place.on_gpu() ? 0 : payload_bytes + (place.staged ? 1 : sizeof(MessageHeader)))) {}
+  MessageBuffer(int peer, std::int64_t payload_bytes, const MessageMemory& memory);
   int peer() const { return peer_; }
-  std::size_t bytes() const { return bytes_; }
-  std::size_t whole_bytes() const { return sizeof(MessageHeader) + bytes_; }
-  const MessagePlace& place() const { return place_; }
+  std::int64_t bytes() const { return bytes_; }
+  std::size_t size() const { return static_cast<std::size_t>(bytes_); }
+  std::size_t whole_size() const { return sizeof(MessageHeader) + size(); }
+  const MessageMemory& memory() const { return memory_; }
   /// Where the rows are, on the device of the tensors.
-  std::byte* payload() const { return place_.staged ? rows_->data() : data() + sizeof(MessageHeader); }
+  std::byte* payload() const { return memory_.staged ? rows_->data() : data() + sizeof(MessageHeader); }
   /// What travels, and whose memory that is.
   std::byte* data() const { return travels_on_gpu() ? rows_->data() : host(); }
-  Device device() const { return travels_on_gpu() ? place_.device : Device{}; }
-  bool travels_on_gpu() const { return place_.on_gpu() && !place_.staged; }
+  Device device() const { return travels_on_gpu() ? memory_.device : Device{}; }
+  bool travels_on_gpu() const { return memory_.on_gpu() && !memory_.staged; }
   MessageHeader& header() const { return *reinterpret_cast<MessageHeader*>(host()); }
   /// The payload on the host, where it is there.
   std::byte* host_payload() const { return host() + sizeof(MessageHeader); }
-  /// The memory that a transport is given, for whoever must keep it.
+  /// What a transport is given, for whoever must keep it.
   std::shared_ptr<const void> travelling() const {
     if (travels_on_gpu()) return rows_;
     return host_;
@@ -70,17 +64,14 @@ class MessageBuffer {
 
  private:
   struct HostMemory {
-    HostMemory(std::size_t bytes, const MessagePlace& place)
-        : plain(place.on_gpu() ? 0 : sizeof(MessageHeader) + bytes),
-          pinned(!place.on_gpu() ? 0 : sizeof(MessageHeader) + (place.staged ? bytes : 0)) {}
     HostLease plain;
     gpu::PinnedLease pinned;
   };
-  std::byte* host() const { return place_.on_gpu() ? host_->pinned.data() : host_->plain.data(); }
+  std::byte* host() const { return memory_.on_gpu() ? host_->pinned.data() : host_->plain.data(); }
 
   int peer_;
-  std::size_t bytes_;
-  MessagePlace place_;
+  std::int64_t bytes_;
+  MessageMemory memory_;
   std::shared_ptr<HostMemory> host_;
   std::shared_ptr<DeviceLease> rows_;
 };
@@ -90,7 +81,7 @@ std::vector<std::uint64_t> checksums(std::span<const MessageBuffer> messages);
 
 inline std::int64_t total_bytes(std::span<const MessageBuffer> messages) {
   std::int64_t bytes = 0;
-  for (const MessageBuffer& message : messages) bytes += static_cast<std::int64_t>(message.bytes());
+  for (const MessageBuffer& message : messages) bytes += message.bytes();
   return bytes;
 }
 
@@ -99,7 +90,7 @@ struct MessageRules {
   std::uint64_t digest = 0;
   bool checksums = true;
   std::chrono::nanoseconds deadline{};
-  MessagePlace place;
+  MessageMemory memory;
 };
 
 /// What rings keep of a communicator until it ends. Rings that share it go on from one another's steps.
@@ -126,6 +117,11 @@ class MessageStep {
   void progress();
   /// Waits and checks every header.
   void finish();
+  /// Both at once.
+  void run(std::span<const MessageBuffer> sends, std::span<const MessageBuffer> receives) {
+    begin(sends, receives);
+    finish();
+  }
   /// When all messages were seen to have arrived and left; nothing if that was not seen before finish().
   const std::optional<Clock::time_point>& arrived() const { return arrived_; }
 

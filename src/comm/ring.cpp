@@ -1,16 +1,14 @@
 // The ring's calls: checks, plans of a rank, and what all ranks must agree on.
 #include "longspan/ring.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
 #include "attention/check.h"
 #include "comm/ring_state.h"
-#include "longspan/error.h"
 #include "longspan/version.h"
 #include "plan/key_rows.h"
 #include "util/hash.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -23,14 +21,6 @@ Problem whole_problem(const ConstTensorView& q, const ConstTensorView& k, const 
   problem.tokens = problem.query_rows = tokens;
   problem.has_pieces = problem.has_piece_gradients = false;
   return problem;
-}
-
-/// The call on this rank's rows, with the shard as query ranges.
-Call with_ranges(const Call& call, std::span<const RowRange> ranges) {
-  Call own = call;
-  static constexpr RowRange kNone{};
-  own.query_ranges = ranges.empty() ? std::span(&kNone, 1) : ranges;
-  return own;
 }
 
 /// The caller's call with a report of its own, which goes into the ring's and the caller's when the call is over.
@@ -62,20 +52,16 @@ Ring::Ring(Attention attention, std::shared_ptr<Communicator> communicator, Shar
           State{std::move(attention), std::move(communicator), std::move(shards), options, 0, {}, {}})) {
   const int ranks = state_->shards.ranks();
   if (!state_->communicator) {
-    if (ranks != 1)
-      throw InvalidArgument("communicator",
-                            fmt::format("no communicator for {} ranks: only a ring of one needs none", ranks));
+    if (ranks != 1) reject("communicator", "no communicator for {} ranks: only a ring of one needs none", ranks);
     return;
   }
-  if (state_->communicator->size() != ranks) {
-    throw InvalidArgument("shards", fmt::format("shards for {} ranks and a communicator of {}: they must be equal",
-                                                ranks, state_->communicator->size()));
-  }
+  if (state_->communicator->size() != ranks)
+    reject("shards", "shards for {} ranks and a communicator of {}: they must be equal", ranks,
+           state_->communicator->size());
   state_->rank = state_->communicator->rank();
-  if (state_->rank < 0 || state_->rank >= ranks) {
-    throw InvalidArgument("communicator", fmt::format("the communicator says it is rank {} of {}: ranks are 0 to {}",
-                                                      state_->rank, ranks, ranks - 1));
-  }
+  if (state_->rank < 0 || state_->rank >= ranks)
+    reject("communicator", "the communicator says it is rank {} of {}: ranks are 0 to {}", state_->rank, ranks,
+           ranks - 1);
 }
 
 Ring::~Ring() = default;
@@ -147,17 +133,13 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
   hasher.add(std::string_view(chosen.kernel));
   for (const bool flag : {chosen.causal, chosen.detached_mix, chosen.deterministic, chosen.allow_tf32,
                           problem.has_lengths, problem.has_key_mask, problem.has_alibi, options.checksums,
-                          call.dlse.given(), pass == Pass::backward, fetch, problem.device.type == DeviceType::cuda}) {
-    hasher.add(std::uint64_t{flag});
-  }
-  hasher.add(plan.plan->scale());
-  hasher.add(plan.plan->output_scale());
-  hasher.add(chosen.dropout);
+                          call.dlse.given(), pass == Pass::backward, fetch, problem.device.type == DeviceType::cuda})
+    hasher.add(flag);
+  for (const double factor : {plan.plan->scale(), plan.plan->output_scale(), chosen.dropout}) hasher.add(factor);
   for (const std::int64_t number :
        {static_cast<std::int64_t>(problem.dtype), problem.batch, problem.tokens, problem.heads, problem.kv_heads,
-        problem.head_dim, static_cast<std::int64_t>(options.halo_limit_bytes)}) {
-    hasher.add(static_cast<std::uint64_t>(number));
-  }
+        problem.head_dim, static_cast<std::int64_t>(options.halo_limit_bytes)})
+    hasher.add(number);
   ConstTensorView seed = ConstTensorView::per_batch(call.dropout_seed_pointer, DType::i64, 1, problem.device);
   const OnHost lengths(call.lengths, call.stream), slopes(call.alibi_slopes, call.stream),
       mask(call.key_mask, call.stream), seed_there(chosen.dropout > 0 ? seed : ConstTensorView{}, call.stream);
@@ -165,47 +147,52 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
     hasher.add(seed_there.view().data ? *seed_there.view().at<std::uint64_t>(0, 0, 0) : call.dropout_seed);
   if (call.lengths.given()) {
     for (std::int64_t entry = 0; entry < problem.batch; ++entry)
-      hasher.add(static_cast<std::uint64_t>(rows_of_entry(lengths.view(), entry, problem.tokens)));
+      hasher.add(rows_of_entry(lengths.view(), entry, problem.tokens));
   }
   if (call.alibi_slopes.given()) {
     for (std::int64_t head = 0; head < problem.heads; ++head) hasher.add(*slopes.view().at<float>(0, 0, head));
   }
   if (call.key_mask.given()) {
     for (std::int64_t entry = 0; entry < problem.batch; ++entry) {
-      for (std::int64_t row = 0; row < problem.tokens; ++row)
-        hasher.add(std::uint64_t{key_allowed(mask.view(), entry, row)});
+      for (std::int64_t row = 0; row < problem.tokens; ++row) hasher.add(key_allowed(mask.view(), entry, row));
     }
   }
   for (int one = 0; one < shards.ranks(); ++one) {
-    hasher.add(static_cast<std::uint64_t>(shards.ranges(one).size()));
+    hasher.add(shards.ranges(one).size());
     for (const RowRange& range : shards.ranges(one)) {
-      hasher.add(static_cast<std::uint64_t>(range.start));
-      hasher.add(static_cast<std::uint64_t>(range.count));
+      hasher.add(range.start);
+      hasher.add(range.count);
     }
   }
-  MessagePlace where;
+  MessageMemory memory;
   if (problem.device.type == DeviceType::cuda)
-    where = {problem.device, call.stream, !communicator->takes(problem.device)};
-  return {hasher.value(), options.checksums, options.deadline, where};
+    memory = {problem.device, call.stream, !communicator->takes(problem.device)};
+  return {hasher.value(), options.checksums, options.deadline, memory};
 }
 
 void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                              const Call& call) const {
   if (q.device.type == DeviceType::cuda) gpu::refuse_earlier_errors();
   if (!call.query_ranges.empty())
-    throw InvalidArgument("query_ranges", "query_ranges over a ring: the queries of a rank are its shard");
-  if (!call.pieces.empty()) throw InvalidArgument("pieces", "pieces over a ring: k and v are the rank's own rows");
+    reject("query_ranges", "query_ranges over a ring: the queries of a rank are its shard");
+  if (!call.pieces.empty()) reject("pieces", "pieces over a ring: k and v are the rank's own rows");
   for (const auto& [name, view] : {std::pair<const char*, const ConstTensorView&>{"q", q}, {"k", k}, {"v", v}}) {
-    if (view.rows() != shards.rows(rank)) {
-      throw InvalidArgument(
-          name, fmt::format("{} has {} rows: the shard of rank {} has {}", name, view.rows(), rank, shards.rows(rank)));
-    }
+    if (view.rows() != shards.rows(rank))
+      reject(name, "{} has {} rows: the shard of rank {} has {}", name, view.rows(), rank, shards.rows(rank));
   }
   if (shards.ranks() == 1) return;
-  if (call.workspace)
-    throw InvalidArgument("workspace", "workspace over a ring: a rank makes several calls; leave it to the pool");
+  if (call.workspace) reject("workspace", "workspace over a ring: a rank makes several calls; leave it to the pool");
   if (q.device.type == DeviceType::cpu && !communicator->takes(q.device))
     throw Unsupported("a ring over CPU tensors: this communicator moves GPU memory only; use a local or an MPI ring");
+}
+
+void Ring::State::check_shard(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                              const TensorView& out, const TensorView& lse, const Call& call) const {
+  const std::vector<KeyPiece> own = own_pieces(ranges(), k, v);
+  Call ranged = with_ranges(call, ranges());
+  ranged.pieces = own;
+  check_forward(attention.options(), q, shape_only(k, shards.tokens()), shape_only(v, shards.tokens()), out, lse,
+                ranged);
 }
 
 void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
@@ -218,17 +205,14 @@ void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const Con
     const RingClock clock(state.report);
     return state.attention.forward(q, k, v, out, lse, reported.call);
   }
-  std::vector<KeyPiece> own;
-  add_own_pieces(own, state.ranges(), k, v);
-  Call ranged = with_ranges(call, state.ranges());
-  ranged.pieces = own;
-  const std::int64_t tokens = state.shards.tokens();
-  check_forward(state.attention.options(), q, shape_only(k, tokens), shape_only(v, tokens), out, lse, ranged);
-  const auto plan = state.plan(whole_problem(q, k, call, tokens));
+  state.check_shard(q, k, v, out, lse, call);
+  const auto plan = state.plan(whole_problem(q, k, call, state.shards.tokens()));
   const MessageRules rules = state.rules(*plan, call, Pass::forward, true);
   const ForwardTensors tensors{q, k, v, out, lse};
-  if (plan->rounds(Pass::forward)) state.rounds_forward(*plan, rules, tensors, reported.call);
-  else state.halo_forward(*plan, rules, tensors, reported.call, plan->rounds(Pass::backward) ? nullptr : keep);
+  RingClock clock(state.report, rules.memory);
+  clock.waiting("compare ranks", [&] { MessageStep::greet(*state.communicator, rules, "ring forward"); });
+  if (plan->rounds(Pass::forward)) state.rounds_forward(*plan, rules, clock, tensors, reported.call);
+  else state.halo_forward(*plan, rules, clock, tensors, reported.call, plan->rounds(Pass::backward) ? nullptr : keep);
 }
 
 void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
@@ -246,17 +230,14 @@ void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const Co
   Call shard_call = call;
   shard_call.lengths = shard_call.key_mask = {};
   check_backward(state.attention.options(), q, k, v, out, lse, dout, dq, dk, dv, shard_call);
-  std::vector<KeyPiece> own;
-  add_own_pieces(own, state.ranges(), k, v);
-  Call ranged = with_ranges(call, state.ranges());
-  ranged.pieces = own;
-  const std::int64_t tokens = state.shards.tokens();
-  check_forward(state.attention.options(), q, shape_only(k, tokens), shape_only(v, tokens), dq, {}, ranged);
-  const auto plan = state.plan(whole_problem(q, k, call, tokens));
+  state.check_shard(q, k, v, dq, {}, call);
+  const auto plan = state.plan(whole_problem(q, k, call, state.shards.tokens()));
   const MessageRules rules = state.rules(*plan, call, Pass::backward, !kept || kept->empty());
   const BackwardTensors tensors{q, k, v, out, lse, dout, dq, dk, dv};
-  if (plan->rounds(Pass::backward)) state.rounds_backward(*plan, rules, tensors, reported.call);
-  else state.halo_backward(*plan, rules, tensors, reported.call, kept);
+  RingClock clock(state.report, rules.memory);
+  clock.waiting("compare ranks", [&] { MessageStep::greet(*state.communicator, rules, "ring backward"); });
+  if (plan->rounds(Pass::backward)) state.rounds_backward(*plan, rules, clock, tensors, reported.call);
+  else state.halo_backward(*plan, rules, clock, tensors, reported.call, kept);
 }
 
 }  // namespace longspan

@@ -16,8 +16,8 @@ namespace longspan {
 /// that it gave away between two pieces of work would be busy with a long item of another rank when it wants it back.
 class RingClock {
  public:
-  explicit RingClock(RingReport& report, const MessagePlace& place = {}) : report_(report), place_(place) {
-    if (!place.on_gpu()) seat_.emplace();
+  explicit RingClock(RingReport& report, const MessageMemory& memory = {}) : report_(report), memory_(memory) {
+    if (!memory.on_gpu()) seat_.emplace();
     report_ = {};
     report_.began = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
   }
@@ -27,7 +27,7 @@ class RingClock {
   template <class Body>
   void waiting(const char* name, Body&& body) {
     const double spent = timed(name, body);
-    const bool computing = place_.on_gpu() && gpu::busy(place_.device.index, place_.stream);
+    const bool computing = memory_.on_gpu() && gpu::busy(memory_.device.index, memory_.stream);
     (computing ? report_.overlapped_seconds : report_.waited_seconds) += spent;
   }
   template <class Body>
@@ -41,7 +41,7 @@ class RingClock {
     working(name, body);
     step.progress();
     const double end = report_.events.back().end;
-    if (!place_.on_gpu())
+    if (!memory_.on_gpu())
       report_.overlapped_seconds +=
           std::max(0.0, (step.arrived() ? std::min(end, seconds(*step.arrived())) : end) - begin);
   }
@@ -59,7 +59,7 @@ class RingClock {
   }
   std::optional<Seat> seat_;  // what ranks on GPUs wait for is no core
   RingReport& report_;
-  MessagePlace place_;
+  MessageMemory memory_;
   Clock::time_point begin_ = Clock::now();
 };
 
@@ -68,15 +68,22 @@ struct Messages {
   std::vector<MessageBuffer> sends, receives;
 
   void count(RingReport& report) const {
-    for (const MessageBuffer& send : sends) {
-      report.bytes_sent += static_cast<std::int64_t>(send.bytes());
-      report.header_bytes_sent += static_cast<std::int64_t>(sizeof(MessageHeader));
-    }
-    for (const MessageBuffer& receive : receives) report.bytes_received += static_cast<std::int64_t>(receive.bytes());
-    report.messages_sent += static_cast<std::int64_t>(sends.size());
+    const auto sent = static_cast<std::int64_t>(sends.size());
+    report.bytes_sent += total_bytes(sends);
+    report.bytes_received += total_bytes(receives);
+    report.messages_sent += sent;
     report.messages_received += static_cast<std::int64_t>(receives.size());
+    report.header_bytes_sent += sent * static_cast<std::int64_t>(sizeof(MessageHeader));
   }
 };
+
+/// The call on this rank's rows, with the shard as query ranges.
+inline Call with_ranges(const Call& call, std::span<const RowRange> ranges) {
+  static constexpr RowRange kNone{};
+  Call own = call;
+  own.query_ranges = ranges.empty() ? std::span(&kNone, 1) : ranges;
+  return own;
+}
 
 struct RingHalo::Data {
   Problem problem;
@@ -116,17 +123,19 @@ struct Ring::State {
   /// `fetch`: a backward that exchanges rows again.
   MessageRules rules(const RingPlan& plan, const Call& call, Pass pass, bool fetch) const;
   void check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const Call& call) const;
+  /// Checks tensors as those of the whole sequence, of which this rank has its shard.
+  void check_shard(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
+                   const TensorView& lse, const Call& call) const;
   std::span<const RowRange> ranges() const { return shards.ranges(rank); }
 
-  void halo_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call,
-                    RingHalo* keep);
-  void halo_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t, const Call& call,
-                     const RingHalo* kept);
-  void rounds_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t, const Call& call);
-  void rounds_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t, const Call& call);
+  void halo_forward(const RingPlan& plan, const MessageRules& rules, RingClock& clock, const ForwardTensors& t,
+                    const Call& call, RingHalo* keep);
+  void halo_backward(const RingPlan& plan, const MessageRules& rules, RingClock& clock, const BackwardTensors& t,
+                     const Call& call, const RingHalo* kept);
+  void rounds_forward(const RingPlan& plan, const MessageRules& rules, RingClock& clock, const ForwardTensors& t,
+                      const Call& call);
+  void rounds_backward(const RingPlan& plan, const MessageRules& rules, RingClock& clock, const BackwardTensors& t,
+                       const Call& call);
 };
-
-/// The dtype that partial results and gradients are summed in.
-inline DType sum_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
 }  // namespace longspan

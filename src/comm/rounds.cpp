@@ -1,5 +1,5 @@
 // The exchange in rounds, for halos that exceed their limit: a rotating ring. In round d a rank hears from the rank d
-// before it and talks to the rank d behind it, in parts that fit half the limit, so that one part is computed with
+// before it and talks to the rank d behind it, in chunks that fit half the limit, so that one is computed with
 // while the next travels. Partial results are kept in float32 and mixed by their softmax denominators.
 #include <fmt/format.h>
 
@@ -14,100 +14,81 @@
 #include "plan/exchange_runs.h"
 #include "plan/key_rows.h"
 #include "plan/query_rows.h"
+#include "plan/row_ranges.h"
 
 namespace longspan {
 namespace {
 
-/// Rows [begin, end) of an owner as positions.
-std::vector<RowRange> positions_of(std::span<const RowRange> ranges, std::int64_t begin, std::int64_t end) {
-  std::vector<RowRange> positions;
-  std::int64_t row = 0;
-  for (const RowRange& range : ranges) {
-    const std::int64_t first = std::max(begin, row), last = std::min(end, row + range.count);
-    if (first < last) positions.push_back({range.start + first - row, last - first});
-    row += range.count;
-  }
-  return positions;
-}
-
-std::vector<ExchangeRun> runs_in(std::span<const ExchangeRun> runs, std::span<const RowRange> positions) {
-  std::vector<ExchangeRun> all;
-  std::int64_t offset = 0;
-  for (const RowRange& range : positions) {
-    for (ExchangeRun run : clip_runs(runs, range.start, range.start + range.count)) {
-      run.offset = offset;
-      offset += run.pairs();
-      all.push_back(run);
-    }
-  }
-  return all;
-}
-
-/// A part of what one rank sends another.
-struct Part {
+/// A chunk of what one rank sends another.
+struct Chunk {
   int peer = 0;
-  std::vector<RowRange> positions;  // rows of the owner that this part speaks for
+  RowRanges positions;  // rows of the owner that this chunk speaks for
   std::vector<ExchangeRun> runs;
+
+  std::int64_t pairs() const { return pairs_of(runs); }
 };
 
+/// What rows [begin, end) of their owner have of a message.
+Chunk make_chunk(int peer, std::span<const ExchangeRun> runs, std::span<const RowRange> owner, std::int64_t begin,
+                 std::int64_t end) {
+  Chunk chunk{peer, {}, {}};
+  std::int64_t row = 0;
+  for (const RowRange& range : owner) {
+    const std::int64_t first = std::max(begin, row), last = std::min(end, row + range.count);
+    if (first < last) {
+      const RowRange own{range.start + first - row, last - first};
+      chunk.positions.push_back(own);
+      chunk.runs = clip_runs(runs, own.start, end_of(own), std::move(chunk.runs));
+    }
+    row += range.count;
+  }
+  return chunk;
+}
+
 /// Cuts a message by its owner's rows into equal shares until each fits.
-std::vector<Part> cut(int peer, std::span<const ExchangeRun> runs, std::span<const RowRange> owner,
-                      std::int64_t most_pairs) {
-  std::vector<Part> parts;
-  const std::int64_t pairs = pairs_of(runs);
-  if (pairs == 0) return parts;
-  std::int64_t rows = 0;
-  for (const RowRange& range : owner) rows += range.count;
+std::vector<Chunk> cut(int peer, std::span<const ExchangeRun> runs, std::span<const RowRange> owner,
+                       std::int64_t most_pairs) {
+  std::vector<Chunk> chunks;
+  const std::int64_t pairs = pairs_of(runs), rows = rows_in(owner);
+  if (pairs == 0) return chunks;
   for (std::int64_t count = std::max<std::int64_t>(1, (pairs + most_pairs - 1) / most_pairs);; count *= 2) {
     count = std::min(count, rows);
-    parts.clear();
+    chunks.clear();
     bool fits = true;
     for (std::int64_t i = 0; i < count; ++i) {
-      Part part{peer, positions_of(owner, rows * i / count, rows * (i + 1) / count), {}};
-      part.runs = runs_in(runs, part.positions);
-      fits = fits && pairs_of(part.runs) <= most_pairs;
-      parts.push_back(std::move(part));
+      chunks.push_back(make_chunk(peer, runs, owner, rows * i / count, rows * (i + 1) / count));
+      fits = fits && chunks.back().pairs() <= most_pairs;
     }
-    if (fits || count == rows) return parts;
+    if (fits || count == rows) return chunks;
   }
 }
 
 /// What a rank sends and receives in one step; either may be nothing. All ranks have the same number of steps.
 struct RoundStep {
-  std::optional<Part> send, receive;
+  std::optional<Chunk> send, receive;
 };
-
-/// What one pair of a part takes while it is computed with and the next part travels: twice itself, its copy in the
-/// type of sums, and its gradients on their way out and in.
-std::int64_t held_bytes_per_pair(const RingPlan& plan, Pass pass) {
-  const ExchangePlan& exchange = *plan.exchange;
-  const bool copied = plan.problem.dtype != sum_dtype(plan.problem.dtype);
-  return 2 * exchange.bytes_per_pair() +
-         (copied + (pass == Pass::backward ? 2 : 0)) * exchange.gradient_bytes_per_pair();
-}
 
 std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int rank, std::size_t limit, Pass pass) {
   const int ranks = shards.ranks();
-  const std::int64_t most =
-      std::max<std::int64_t>(1, static_cast<std::int64_t>(limit) / held_bytes_per_pair(plan, pass));
-  const auto parts_to = [&](int from, int to) {
-    for (const ExchangePeer& peer : plan.all[static_cast<std::size_t>(from)]->peers()) {
-      if (peer.rank == to) return cut(to, peer.send, shards.ranges(from), most);
-    }
-    return std::vector<Part>{};
+  // What one pair of a chunk takes while it is computed with and the next one travels: twice itself, its copy in the
+  // type of sums, and its gradients on their way out and in.
+  const bool copied = plan.problem.dtype != sum_dtype(plan.problem.dtype);
+  const std::int64_t held_per_pair = 2 * plan.exchange->bytes_per_pair() + (copied + (pass == Pass::backward ? 2 : 0)) *
+                                                                               plan.exchange->gradient_bytes_per_pair();
+  const std::int64_t most = std::max<std::int64_t>(1, static_cast<std::int64_t>(limit) / held_per_pair);
+  const auto chunks_of = [&](int from, int to, int peer) {
+    return cut(peer, peer_of(*plan.all[static_cast<std::size_t>(from)], to).send, shards.ranges(from), most);
   };
   std::vector<RoundStep> steps;
   for (int distance = 1; distance < ranks; ++distance) {
     std::size_t count = 0;
-    for (int one = 0; one < ranks; ++one) count = std::max(count, parts_to(one, (one + distance) % ranks).size());
-    const int from = (rank - distance + ranks) % ranks;
-    std::vector<Part> sends = parts_to(rank, (rank + distance) % ranks), receives = parts_to(from, rank);
-    for (Part& part : receives) part.peer = from;
+    for (int one = 0; one < ranks; ++one) count = std::max(count, chunks_of(one, (one + distance) % ranks, one).size());
+    const int to = (rank + distance) % ranks, from = (rank - distance + ranks) % ranks;
+    std::vector<Chunk> sends = chunks_of(rank, to, to), receives = chunks_of(from, rank, from);
     for (std::size_t i = 0; i < count; ++i) {
-      RoundStep step;
+      RoundStep& step = steps.emplace_back();
       if (i < sends.size()) step.send = std::move(sends[i]);
       if (i < receives.size()) step.receive = std::move(receives[i]);
-      steps.push_back(std::move(step));
     }
   }
   return steps;
@@ -118,29 +99,24 @@ std::vector<RoundStep> schedule(const RingPlan& plan, const Shards& shards, int 
 class RoundCalls {
  public:
   RoundCalls(const Call& call, std::span<const RowRange> queries, std::int64_t tokens, std::int64_t batch, bool masks)
-      : call_(call),
-        queries_(queries),
-        entries_(!masks                  ? 0
-                 : call.key_mask.given() ? batch
-                                         : 1),
+      : call_(with_ranges(call, queries)),
+        entries_(masks ? (call.key_mask.given() ? batch : 1) : 0),
         batch_(batch),
         tokens_(tokens),
         memory_(static_cast<std::size_t>(entries_ * tokens)) {
+    call_.progress = nullptr;
     if (entries_ > 0) std::memset(memory_.data(), 0, static_cast<std::size_t>(entries_ * tokens_));
   }
 
   /// Valid until the next one is asked for. Messages of `travelling`, if there are any, move meanwhile.
   Call only(std::span<const KeyPiece> pieces, std::span<const RowRange> positions, MessageStep* travelling) {
-    static constexpr RowRange kNone{};
     Call call = call_;
-    call.progress = nullptr;
     if (travelling) {
       call.progress = [travelling](double) {
         travelling->progress();
         return true;
       };
     }
-    call.query_ranges = queries_.empty() ? std::span(&kNone, 1) : queries_;
     call.pieces = pieces;
     if (entries_ == 0) return call;
     set(open_, false);
@@ -156,16 +132,15 @@ class RoundCalls {
     auto* const mask = reinterpret_cast<std::uint8_t*>(memory_.data());
     for (std::int64_t entry = 0; entry < entries_; ++entry) {
       for (const RowRange& range : positions) {
-        for (std::int64_t position = range.start; position < range.start + range.count; ++position)
+        for (std::int64_t position = range.start; position < end_of(range); ++position)
           mask[entry * tokens_ + position] = open && key_allowed(call_.key_mask, entry, position);
       }
     }
   }
-  const Call& call_;
-  std::span<const RowRange> queries_;
+  Call call_;
   std::int64_t entries_, batch_, tokens_;
   HostLease memory_;
-  std::vector<RowRange> open_;
+  RowRanges open_;
 };
 
 /// A tensor in the type that rounds compute with: itself, or a wider copy.
@@ -187,30 +162,19 @@ class Widened {
 /// Received rows in that type, with memory for their gradients if asked for.
 struct RoundPieces {
   std::vector<KeyPiece> pieces;
-  std::optional<Widened> rows;
+  Widened rows;
   std::int64_t copy_bytes = 0;
 
-  RoundPieces(const Part& part, const MessageBuffer& message, std::byte* gradients, const ConstTensorView& k) {
-    const DType sums = sum_dtype(k.dtype);
-    rows.emplace(message_rows(message.payload(), pairs_of(part.runs), k, k.dtype), message.place().stream);
-    const ConstTensorView& wide = rows->view();
-    if (k.dtype != sums) copy_bytes = wide.rows() * wide.columns() * size_of(sums);
+  RoundPieces(const Chunk& chunk, const MessageBuffer& message, std::byte* gradients, const ConstTensorView& k)
+      : rows(message_rows(message.payload(), chunk.pairs(), k, k.dtype), message.memory().stream) {
+    const ConstTensorView& wide = rows.view();
+    if (k.dtype != wide.dtype) copy_bytes = wide.rows() * wide.columns() * size_of(wide.dtype);
     auto* const data = static_cast<std::byte*>(const_cast<void*>(wide.data));
-    add_pieces(pieces, part.runs, data, gradients, k.batch(), k.columns(), sums, sums, k.device);
+    add_pieces(pieces, chunk.runs, data, gradients, k, wide.dtype);
   }
 };
 
-/// body(entry, row, head) over all rows of a tensor, in parallel.
-template <class Body>
-void sweep(const ConstTensorView& view, Body&& body) {
-  for_each_block(view, num_threads(), [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      for (std::int64_t head = 0; head < view.heads(); ++head) body(entry, row, head);
-    }
-  });
-}
-
-/// One row becomes the mix of itself and a further part; no values: of zeros. Two empty parts stay empty.
+/// One row becomes the mix of itself and further keys'; no values: of zeros. Two empty rows stay empty.
 template <class Real>
 void mix_row(Real& total, Real* values, Real more, const Real* more_values, std::int64_t columns) {
   if (more == -std::numeric_limits<Real>::infinity()) return;
@@ -222,12 +186,12 @@ void mix_row(Real& total, Real* values, Real more, const Real* more_values, std:
   total = sum;
 }
 
-/// (out, lse) becomes the mix of itself and a further part; no more_out: of zeros.
+/// (out, lse) becomes the mix of itself and further keys'; no more_out: of zeros.
 void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out, const ConstTensorView& more_lse,
          void* stream) {
   if (out.device.type == DeviceType::cuda) return gpu::mix(out, lse, more_out, more_lse, stream);
   with_sums(out.dtype, [&]<class Real>() {
-    sweep(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    for_each_row(out, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
       mix_row(*lse.at<Real>(entry, row, head), out.at<Real>(entry, row, head), *more_lse.at<Real>(entry, row, head),
               more_out.given() ? more_out.at<Real>(entry, row, head) : nullptr, out.columns());
     });
@@ -242,7 +206,7 @@ void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> r
   shape.device = {};
   const ScratchTensor padding(shape, lse.dtype);
   with_sums(lse.dtype, [&]<class Real>() {
-    sweep(padding.view(), [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    for_each_row(padding.view(), [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
       const std::int64_t position = PositionCursor(ranges, row).next();
       const std::int64_t length = rows_of_entry(lengths.view(), entry, plan.problem().tokens);
       Real keys = 0;
@@ -265,7 +229,7 @@ void mix_padding(const Plan& plan, const Call& call, std::span<const RowRange> r
 void add(const TensorView& target, const ConstTensorView& source, void* stream) {
   if (target.device.type == DeviceType::cuda) return gpu::add(target, source, stream);
   with_sums(target.dtype, [&]<class Real>() {
-    sweep(target, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    for_each_row(target, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
       Real* const to = target.at<Real>(entry, row, head);
       const Real* const from = source.at<Real>(entry, row, head);
       for (std::int64_t column = 0; column < target.columns(); ++column) to[column] += from[column];
@@ -332,16 +296,14 @@ class Rounds {
              const ConstTensorView& k, const ConstTensorView& v) {
     messages_ = {};
     if (index >= steps.size()) return;
-    const auto size = [&](const Part& part) {
-      return static_cast<std::size_t>(pairs_of(part.runs) * plan_.exchange->bytes_per_pair());
-    };
-    const RoundStep& step = steps[index];
-    if (step.send) {
-      messages_.sends.emplace_back(step.send->peer, size(*step.send), rules_.place);
-      const PackedRows rows{messages_.sends.back(), step.send->runs};
+    const std::int64_t per_pair = plan_.exchange->bytes_per_pair();
+    const auto& [send, receive] = steps[index];
+    if (send) {
+      messages_.sends.emplace_back(send->peer, send->pairs() * per_pair, rules_.memory);
+      const PackedRows rows{messages_.sends.back(), send->runs};
       pack({&rows, 1}, ranges, k, v);
     }
-    if (step.receive) messages_.receives.emplace_back(step.receive->peer, size(*step.receive), rules_.place);
+    if (receive) messages_.receives.emplace_back(receive->peer, receive->pairs() * per_pair, rules_.memory);
     messages_.count(report_);
     step_.emplace(communicator_, rules_, fmt::format("{}, round {} of {}", name_, index + 1, steps.size()));
     step_->begin(messages_.sends, messages_.receives);
@@ -357,8 +319,8 @@ class Rounds {
   std::optional<MessageStep> step_;
 };
 
-/// The attention of one part: without pad keys, which are counted once at the end.
-Attention part_attention(const Attention& whole) {
+/// The attention of one chunk: without pad keys, which are counted once at the end.
+Attention without_padding(const Attention& whole) {
   if (whole.options().detached_mix) {
     throw Unsupported(
         "detached_mix over a ring in rounds: a branch's own result needs all its keys at once; raise halo_limit_bytes");
@@ -368,12 +330,10 @@ Attention part_attention(const Attention& whole) {
 
 }  // namespace
 
-void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules, const ForwardTensors& t,
-                                 const Call& call) {
-  RingClock clock(report, rules.place);
-  void* const stream = rules.place.stream;
-  const Attention part = part_attention(attention);
-  clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring forward"); });
+void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules, RingClock& clock,
+                                 const ForwardTensors& t, const Call& call) {
+  void* const stream = rules.memory.stream;
+  const Attention unpadded = without_padding(attention);
   const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes, Pass::forward);
   const DType sums = sum_dtype(t.q.dtype);
   const Widened q(t.q, stream), k(t.k, stream), v(t.v, stream);
@@ -381,16 +341,14 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   row_sums.sizes[3] = 1;
   const ScratchTensor out(t.q, sums, stream), more_out(t.q, sums, stream), lse(row_sums, sums, stream),
       more_lse(row_sums, sums, stream);
-  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.place.on_gpu());
+  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.memory.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           const TensorView& to_lse, MessageStep* travelling) {
-    run_forward(part, q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to,
+    run_forward(unpadded, q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to,
                 to_lse, calls.only(pieces, positions, travelling), KeysGiven::some);
   };
   const auto local = [&](MessageStep* travelling) {
-    std::vector<KeyPiece> pieces;
-    add_own_pieces(pieces, ranges(), k.view(), v.view());
-    attend(pieces, ranges(), out.view(), lse.view(), travelling);
+    attend(own_pieces(ranges(), k.view(), v.view()), ranges(), out.view(), lse.view(), travelling);
   };
   Rounds rounds(*communicator, rules, report, clock, plan, "ring forward");
   const auto compute = [&](const RoundStep& step, const MessageBuffer* message, MessageStep* travelling) {
@@ -406,48 +364,42 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   if (t.lse.given()) convert(t.lse, lse.view(), stream);
 }
 
-void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rules, const BackwardTensors& t,
-                                  const Call& call) {
-  RingClock clock(report, rules.place);
-  void* const stream = rules.place.stream;
-  const Attention part = part_attention(attention);
-  clock.waiting("compare ranks", [&] { MessageStep::greet(*communicator, rules, "ring backward"); });
+void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rules, RingClock& clock,
+                                  const BackwardTensors& t, const Call& call) {
+  void* const stream = rules.memory.stream;
+  const Attention unpadded = without_padding(attention);
   const std::vector<RoundStep> steps = schedule(plan, shards, rank, options.halo_limit_bytes, Pass::backward);
   const DType sums = sum_dtype(t.q.dtype);
   const Widened q(t.q, stream), k(t.k, stream), v(t.v, stream), out(t.out, stream), dout(t.dout, stream);
   const ScratchTensor dq(t.q, sums, stream), more_dq(t.q, sums, stream), dk(t.k, sums, stream), dv(t.v, sums, stream);
   clear(dk.view(), stream);
   clear(dv.view(), stream);
-  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.place.on_gpu());
+  RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.memory.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           MessageStep* travelling) {
-    run_backward(part, q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()),
+    run_backward(unpadded, q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()),
                  out.view(), t.lse, dout.view(), to, {}, {}, calls.only(pieces, positions, travelling),
                  KeysGiven::some);
   };
   const auto local = [&](MessageStep* travelling) {
-    std::vector<KeyPiece> pieces;
-    add_own_pieces(pieces, ranges(), k.view(), v.view(), dk.view(), dv.view());
-    attend(pieces, ranges(), dq.view(), travelling);
+    attend(own_pieces(ranges(), k.view(), v.view(), dk.view(), dv.view()), ranges(), dq.view(), travelling);
   };
-  const auto gradient_bytes = [&](const Part& one) {
-    return static_cast<std::size_t>(pairs_of(one.runs) * plan.exchange->gradient_bytes_per_pair());
-  };
+  const std::int64_t per_pair = plan.exchange->gradient_bytes_per_pair();
   Rounds rounds(*communicator, rules, report, clock, plan, "ring backward");
-  Messages home;  // gradients of one part at a time, which go back as soon as it is done
+  Messages home;  // gradients of one chunk at a time, which go back as soon as it is done
   const auto compute = [&](const RoundStep& step, const MessageBuffer* message, MessageStep* travelling) {
     home = {};
     if (!message) return;
-    home.sends.emplace_back(step.receive->peer, gradient_bytes(*step.receive), rules.place);
+    home.sends.emplace_back(step.receive->peer, step.receive->pairs() * per_pair, rules.memory);
     if (step.receive->runs.empty()) return;
-    clear(message_rows(home.sends[0].payload(), pairs_of(step.receive->runs), t.k, sums), stream);
+    clear(message_rows(home.sends[0].payload(), step.receive->pairs(), t.k, sums), stream);
     const RoundPieces received(*step.receive, *message, home.sends[0].payload(), t.k);
     rounds.held({message, 1}, received.copy_bytes + total_bytes(home.sends));
     attend(received.pieces, step.receive->positions, more_dq.view(), travelling);
     add(dq.view(), more_dq.view(), stream);
   };
   const auto send_back = [&](const RoundStep& step, std::size_t index) {
-    if (step.send) home.receives.emplace_back(step.send->peer, gradient_bytes(*step.send), rules.place);
+    if (step.send) home.receives.emplace_back(step.send->peer, step.send->pairs() * per_pair, rules.memory);
     home.count(report);
     rounds.held({}, total_bytes(home.sends) + total_bytes(home.receives));
     MessageStep exchange(*communicator, rules,

@@ -8,13 +8,11 @@
 #include <span>
 #include <vector>
 
+#include "attention/tensors.h"
 #include "comm/messages.h"
 #include "device/scratch.h"
 #include "longspan/attention.h"
 #include "longspan/exchange.h"
-#include "longspan/threads.h"
-#include "util/dispatch.h"
-#include "util/parallel.h"
 
 namespace longspan {
 
@@ -22,8 +20,7 @@ namespace longspan {
 template <class Void>
 BasicTensorView<Void> rows_of(BasicTensorView<Void> view, std::int64_t first, std::int64_t count) {
   if (!view.given()) return view;
-  using Byte = std::conditional_t<std::is_const_v<Void>, const std::byte, std::byte>;
-  if (view.data) view.data = static_cast<Byte*>(view.data) + first * view.strides[1] * size_of(view.dtype);
+  if (view.data) view.data = view.bytes_at(0, first, 0);
   view.sizes[1] = count;
   return view;
 }
@@ -46,33 +43,23 @@ inline std::int64_t row_of(std::span<const RowRange> ranges, std::int64_t positi
   return row;
 }
 
-/// Where a run of a message lies: K (or its gradient), then V, each [batch, count, kv_heads, columns].
-inline TensorView run_view(std::byte* payload, const ExchangeRun& run, bool values, std::int64_t batch,
-                           std::int64_t columns, DType dtype, Device device) {
-  const std::int64_t row_bytes = batch * columns * size_of(dtype);
-  std::byte* const data = payload + (2 * run.offset + (values ? run.pairs() : 0)) * row_bytes;
-  return TensorView::bnhd(data, dtype, batch, run.count, run.kv_heads, columns, device);
+/// Rows of K and V, or of their gradients.
+struct RunRows {
+  TensorView k, v;
+};
+/// Where a run lies in a message: K, then V, each [batch, count, kv_heads, columns], in the batch and columns of `k`.
+inline RunRows rows_of_run(std::byte* payload, const ExchangeRun& run, const ConstTensorView& k, DType dtype) {
+  const std::int64_t row_bytes = k.batch() * k.columns() * size_of(dtype);
+  const auto rows = [&](std::int64_t first) {
+    return TensorView::bnhd(payload + first * row_bytes, dtype, k.batch(), run.count, run.kv_heads, k.columns(),
+                            k.device);
+  };
+  return {rows(2 * run.offset), rows(2 * run.offset + run.pairs())};
 }
 
 /// All rows of a message of `pairs` pairs, one behind the other.
 inline TensorView message_rows(std::byte* payload, std::int64_t pairs, const ConstTensorView& k, DType dtype) {
   return TensorView::bnhd(payload, dtype, 1, 2 * pairs * k.batch(), 1, k.columns(), k.device);
-}
-
-inline constexpr std::int64_t kRowsAtOnce = 64;  // of a thread: enough that sharing out rows costs nothing
-
-inline std::int64_t bytes_of(const ConstTensorView& view) {
-  return view.batch() * view.rows() * view.heads() * view.columns() * size_of(view.dtype);
-}
-
-/// Calls body(entry, first row, last row) for blocks of all rows of a tensor, in parallel.
-template <class Body>
-void for_each_block(const ConstTensorView& view, int threads, Body&& body) {
-  const std::int64_t rows = view.rows(), blocks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  parallel_for(threads, view.batch() * blocks, {}, [&](int, std::int64_t item) {
-    const std::int64_t begin = item % blocks * kRowsAtOnce;
-    body(item / blocks, begin, std::min(begin + kRowsAtOnce, rows));
-  });
 }
 
 /// A message and which rows it holds.
@@ -81,30 +68,38 @@ struct PackedRows {
   std::span<const ExchangeRun> runs;
 };
 
-/// Calls body(message, run, entry, row of the run, position) for every row of some messages, in one parallel loop:
-/// there may be many peers, and a run for every head.
+/// A row of a message, and the shard's row that it is.
+struct PackedRow {
+  const MessageBuffer& message;
+  const ExchangeRun& run;
+  std::int64_t entry, row, shard_row;
+};
+
+/// Calls body(PackedRow) for every row of some messages, in one parallel loop: there may be many peers, and a run for
+/// every head.
 template <class Body>
-void for_each_row(std::span<const PackedRows> all, std::int64_t batch, Body&& body) {
+void for_each_packed_row(std::span<const PackedRows> all, std::span<const RowRange> ranges, std::int64_t batch,
+                         Body&& body) {
   const auto blocks_of = [](const ExchangeRun& run) { return (run.count + kRowsAtOnce - 1) / kRowsAtOnce; };
-  struct Part {
-    std::int64_t end;  // of its items
+  struct RunItems {
+    std::int64_t end;
     const MessageBuffer* message;
     const ExchangeRun* run;
   };
-  std::vector<Part> parts;
+  std::vector<RunItems> list;
   std::int64_t items = 0, bytes = 0;
   for (const PackedRows& rows : all) {
-    bytes += static_cast<std::int64_t>(rows.message.bytes());
-    for (const ExchangeRun& run : rows.runs) parts.push_back({items += batch * blocks_of(run), &rows.message, &run});
+    bytes += rows.message.bytes();
+    for (const ExchangeRun& run : rows.runs) list.push_back({items += batch * blocks_of(run), &rows.message, &run});
   }
   parallel_for(threads_for_bytes(bytes), items, {}, [&](int, std::int64_t item) {
-    const auto part = std::upper_bound(parts.begin(), parts.end(), item,
-                                       [](std::int64_t value, const Part& one) { return value < one.end; });
-    const ExchangeRun& run = *part->run;
-    if (part != parts.begin()) item -= std::prev(part)->end;
+    const auto found = std::upper_bound(list.begin(), list.end(), item,
+                                        [](std::int64_t value, const RunItems& one) { return value < one.end; });
+    const ExchangeRun& run = *found->run;
+    if (found != list.begin()) item -= std::prev(found)->end;
     const std::int64_t blocks = blocks_of(run), begin = item % blocks * kRowsAtOnce;
     for (std::int64_t row = begin; row < std::min(begin + kRowsAtOnce, run.count); ++row)
-      body(*part->message, run, item / blocks, row, run.first + row * run.step);
+      body(PackedRow{*found->message, run, item / blocks, row, row_of(ranges, run.first + row * run.step)});
   });
 }
 
@@ -113,26 +108,20 @@ inline void pack(std::span<const PackedRows> all, std::span<const RowRange> rang
                  const ConstTensorView& v) {
   if (k.device.type == DeviceType::cuda) {
     for (const PackedRows& rows : all)
-      gpu::pack(rows.message.payload(), rows.runs, ranges, k, v, rows.message.place().stream);
+      gpu::pack(rows.message.payload(), rows.runs, ranges, k, v, rows.message.memory().stream);
     return;
   }
-  const std::int64_t bytes = k.columns() * size_of(k.dtype);
-  for_each_row(
-      all, k.batch(),
-      [&](const MessageBuffer& message, const ExchangeRun& run, std::int64_t entry, std::int64_t row,
-          std::int64_t position) {
-        const std::int64_t source = row_of(ranges, position);
-        for (const auto& [view, values] : {std::pair<const ConstTensorView&, bool>{k, false}, {v, true}}) {
-          const TensorView target = run_view(message.payload(), run, values, k.batch(), k.columns(), k.dtype, {});
-          const std::int64_t together = view.strides[2] == view.columns() ? run.kv_heads : 1;  // heads side by side
-          for (std::int64_t head = 0; head < run.kv_heads; head += together) {
-            std::memcpy(static_cast<std::byte*>(target.data) + target.offset(entry, row, head) * size_of(k.dtype),
-                        static_cast<const std::byte*>(view.data) +
-                            view.offset(entry, source, run.kv_head + head) * size_of(k.dtype),
-                        static_cast<std::size_t>(together * bytes));
-          }
-        }
-      });
+  for_each_packed_row(all, ranges, k.batch(), [&](const PackedRow& at) {
+    const RunRows targets = rows_of_run(at.message.payload(), at.run, k, k.dtype);
+    for (const auto& [view, target] : {std::pair(&k, &targets.k), {&v, &targets.v}}) {
+      const std::int64_t together = view->strides[2] == view->columns() ? at.run.kv_heads : 1;  // heads side by side
+      for (std::int64_t head = 0; head < at.run.kv_heads; head += together) {
+        std::memcpy(target->bytes_at(at.entry, at.row, head),
+                    view->bytes_at(at.entry, at.shard_row, at.run.kv_head + head),
+                    static_cast<std::size_t>(together * k.columns() * size_of(k.dtype)));
+      }
+    }
+  });
 }
 
 /// Calls body.operator()<float>() or <double>() for the dtype of sums.
@@ -145,92 +134,56 @@ void with_sums(DType dtype, Body&& body) {
 /// Adds the rows of a message of gradients to a shard's float32 (float64) sums.
 inline void add_gradients(const MessageBuffer& message, std::span<const ExchangeRun> runs,
                           std::span<const RowRange> ranges, const TensorView& dk, const TensorView& dv) {
-  if (message.place().on_gpu())
-    return gpu::add_gradients(message.payload(), runs, ranges, dk, dv, message.place().stream);
+  if (message.memory().on_gpu())
+    return gpu::add_gradients(message.payload(), runs, ranges, dk, dv, message.memory().stream);
   const PackedRows packed{message, runs};
   with_sums(dk.dtype, [&]<class Real>() {
-    for_each_row(
-        {&packed, 1}, dk.batch(),
-        [&](const MessageBuffer&, const ExchangeRun& run, std::int64_t entry, std::int64_t row, std::int64_t position) {
-          const std::int64_t target = row_of(ranges, position);
-          for (const auto& [view, values] : {std::pair<const TensorView&, bool>{dk, false}, {dv, true}}) {
-            const TensorView source = run_view(message.payload(), run, values, dk.batch(), dk.columns(), dk.dtype, {});
-            for (std::int64_t head = 0; head < run.kv_heads; ++head) {
-              Real* const sum = view.template at<Real>(entry, target, run.kv_head + head);
-              const Real* const value = source.template at<Real>(entry, row, head);
-              for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
-            }
-          }
-        });
+    for_each_packed_row({&packed, 1}, ranges, dk.batch(), [&](const PackedRow& at) {
+      const RunRows sources = rows_of_run(message.payload(), at.run, dk, dk.dtype);
+      for (const auto& [view, source] : {std::pair(&dk, &sources.k), {&dv, &sources.v}}) {
+        for (std::int64_t head = 0; head < at.run.kv_heads; ++head) {
+          Real* const sum = view->template at<Real>(at.entry, at.shard_row, at.run.kv_head + head);
+          const Real* const value = source->template at<Real>(at.entry, at.row, head);
+          for (std::int64_t column = 0; column < dk.columns(); ++column) sum[column] += value[column];
+        }
+      }
+    });
   });
 }
 
-/// Adds the pieces of a message to a list; with gradients if there is memory for them.
+/// Adds the rows of a message, in the dtype given, to a list of pieces; with gradients if there is memory for them.
 inline void add_pieces(std::vector<KeyPiece>& pieces, std::span<const ExchangeRun> runs, std::byte* payload,
-                       std::byte* gradients, std::int64_t batch, std::int64_t columns, DType dtype,
-                       DType gradient_dtype, Device device = {}) {
+                       std::byte* gradients, const ConstTensorView& k, DType dtype) {
   for (const ExchangeRun& run : runs) {
-    KeyPiece piece{run.first,
-                   run.step,
-                   run_view(payload, run, false, batch, columns, dtype, device),
-                   run_view(payload, run, true, batch, columns, dtype, device),
-                   run.kv_head,
-                   {},
-                   {}};
+    const RunRows rows = rows_of_run(payload, run, k, dtype);
+    KeyPiece piece{run.first, run.step, rows.k, rows.v, run.kv_head, {}, {}};
     if (gradients) {
-      piece.dk = run_view(gradients, run, false, batch, columns, gradient_dtype, device);
-      piece.dv = run_view(gradients, run, true, batch, columns, gradient_dtype, device);
+      const RunRows sums = rows_of_run(gradients, run, k, sum_dtype(k.dtype));
+      piece.dk = sums.k, piece.dv = sums.v;
     }
     pieces.push_back(piece);
   }
 }
 
-/// Adds a shard's own rows to a list of pieces.
-inline void add_own_pieces(std::vector<KeyPiece>& pieces, std::span<const RowRange> ranges, const ConstTensorView& k,
-                           const ConstTensorView& v, const TensorView& dk = {}, const TensorView& dv = {}) {
-  std::int64_t row = 0;
+/// A shard's own rows as pieces.
+inline std::vector<KeyPiece> own_pieces(std::span<const RowRange> ranges, const ConstTensorView& k,
+                                        const ConstTensorView& v, const TensorView& dk = {},
+                                        const TensorView& dv = {}) {
+  std::vector<KeyPiece> pieces;
   if (ranges.empty()) pieces.push_back({0, 1, k, v, 0, dk, dv});  // no rows, but a list that says so
+  std::int64_t row = 0;
   for (const RowRange& range : ranges) {
     pieces.push_back({range.start, 1, rows_of(k, row, range.count), rows_of(v, row, range.count), 0,
                       rows_of(dk, row, range.count), rows_of(dv, row, range.count)});
     row += range.count;
   }
+  return pieces;
 }
 
 /// target = source, element by element, each in its own dtype.
 inline void convert(const TensorView& target, const ConstTensorView& source, void* stream = nullptr) {
   if (target.device.type == DeviceType::cuda) return gpu::convert(target, source, stream);
-  dispatch_storage(target.dtype, [&]<class To>() {
-    dispatch_storage(source.dtype, [&]<class From>() {
-      for_each_block(source, threads_for_bytes(bytes_of(source)),
-                     [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
-                       for (std::int64_t row = begin; row < end; ++row) {
-                         for (std::int64_t head = 0; head < source.heads(); ++head) {
-                           To* const to = target.at<To>(entry, row, head);
-                           const From* const from = source.at<From>(entry, row, head);
-                           for (std::int64_t column = 0; column < source.columns(); ++column) {
-                             if constexpr (std::is_same_v<To, From>) to[column] = from[column];
-                             else to[column] = from_float<To>(to_float(from[column]));
-                           }
-                         }
-                       }
-                     });
-    });
-  });
-}
-
-/// Zeroes every element of a strided tensor.
-inline void clear(const TensorView& view, void* stream = nullptr) {
-  if (view.device.type == DeviceType::cuda) return gpu::clear(view, stream);
-  const std::size_t bytes = static_cast<std::size_t>(view.columns() * size_of(view.dtype));
-  for_each_block(
-      view, threads_for_bytes(bytes_of(view)), [&](std::int64_t entry, std::int64_t begin, std::int64_t end) {
-        for (std::int64_t row = begin; row < end; ++row) {
-          for (std::int64_t head = 0; head < view.heads(); ++head)
-            std::memset(static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype), 0,
-                        bytes);
-        }
-      });
+  convert_on_host(target, source);
 }
 
 /// Small call data (masks, lengths, slopes) where the host can read it.

@@ -9,9 +9,9 @@
 #include <mutex>
 #include <vector>
 
-#include "longspan/error.h"
 #include "longspan/memory.h"
 #include "util/fork_safe.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -91,8 +91,8 @@ class HostPool {
   }
 
   [[noreturn]] static void refuse(std::size_t bytes, const std::string& why) {
-    throw OutOfMemory(
-        fmt::format("workspace of {} bytes: {}; use fewer threads, a smaller problem, or a higher limit", bytes, why));
+    raise<OutOfMemory>("workspace of {} bytes: {}; use fewer threads, a smaller problem, or a higher limit", bytes,
+                       why);
   }
 
   void release_unused() {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <numeric>
 
 #include "pattern/kept_columns.h"
@@ -14,6 +13,7 @@ namespace {
 
 using Kind = BlockTerm::Kind;
 constexpr std::size_t kMostSummands = 1024;
+constexpr std::int64_t kMostListed = 1 << 22;  // distances: tens of milliseconds
 constexpr double kMostDrawn = 1 << 28;  // random words: a fraction of a second
 constexpr std::int64_t kSampledRows = 1 << 14;
 
@@ -46,126 +46,109 @@ void add(std::map<std::int64_t, std::int64_t>& sums, std::int64_t key, std::int6
 
 }  // namespace
 
-RegularBlocks::RegularBlocks(const BlockRecipe& recipe) : blocks_(recipe.blocks()) {
-  const std::int64_t size = recipe.block_size;
-  std::vector<std::pair<std::int64_t, std::int64_t>> levels;
-  std::vector<std::int64_t> steps;
-  for (const BlockTerm& term : recipe.terms) {
-    const auto& numbers = term.numbers;
-    switch (term.kind) {
-      case Kind::local_window:
-        reach_ = std::max(reach_, numbers[0] / size / 2);
-        break;
-      case Kind::strided:
-        steps.push_back(std::max<std::int64_t>(1, numbers[0] / size));
-        break;
-      case Kind::dilated_sparse:
-        rates_.insert(rates_.end(), numbers.begin(), numbers.end());
-        break;
-      case Kind::global_local:
-        global_ = std::max(global_, blocks_of(std::abs(numbers[0]), size));
-        reach_ = std::max(reach_, numbers[1] / size / 2);
-        break;
-      case Kind::hierarchical:
-        for (std::size_t i = 0; i < numbers.size(); i += 2) {
-          levels.emplace_back(std::max<std::int64_t>(1, numbers[i] / size),
-                              numbers[i + 1] == -1 ? blocks_ : numbers[i + 1] / size / 2);
-        }
-        break;
-      case Kind::random:
-      case Kind::adaptive:
-        break;
-    }
-  }
-  global_ = std::min(global_, blocks_);
-  reach_ = std::min(reach_, blocks_);
+RegularBlocks::RegularBlocks(const BlockRecipe& recipe) : terms_(recipe) {
+  const bool steps_united = unite_steps(), levels_united = unite_levels();
+  if (steps_united && levels_united) return;
+  complete_ = terms_.blocks <= kMostListed;
+  if (complete_) list_distances();
+}
 
-  std::sort(steps.begin(), steps.end());
-  std::vector<std::int64_t> kept;
-  for (const std::int64_t step : steps) {
-    if (step >= blocks_ || std::any_of(kept.begin(), kept.end(), [&](std::int64_t one) { return step % one == 0; }))
-      continue;
+/// False where too many common multiples would have to be summed.
+bool RegularBlocks::unite_steps() {
+  for (const std::int64_t step : terms_.steps) {
     auto with_step = multiples_;
     add(with_step, step, 1);
     for (const auto& [multiple, coefficient] : multiples_) {
-      const std::int64_t common = common_multiple(multiple, step, blocks_);
-      if (common < blocks_) add(with_step, common, -coefficient);
+      const std::int64_t common = common_multiple(multiple, step, terms_.blocks);
+      if (common < terms_.blocks) add(with_step, common, -coefficient);
     }
-    if (with_step.size() > kMostSummands) {
-      closed_ = false;
-      break;
-    }
+    if (with_step.size() > kMostSummands) return false;
     multiples_ = std::move(with_step);
-    kept.push_back(step);
   }
-  std::sort(rates_.begin(), rates_.end());
-  rates_.erase(std::unique(rates_.begin(), rates_.end()), rates_.end());
-  std::erase_if(rates_, [&](std::int64_t rate) {
-    return rate >= blocks_ || std::any_of(kept.begin(), kept.end(), [&](std::int64_t one) { return rate % one == 0; });
-  });
-  make_rows(std::move(levels));
+  return true;
 }
 
-void RegularBlocks::make_rows(std::vector<std::pair<std::int64_t, std::int64_t>> levels) {
-  std::sort(levels.begin(), levels.end(), [](const auto& a, const auto& b) {
-    return a.second > b.second || (a.second == b.second && a.first < b.first);
-  });
-  const std::int64_t beyond = std::max<std::int64_t>(1, blocks_);  // as a modulus: row 0 alone
-  std::map<std::int64_t, std::int64_t> left = {{1, 1}};            // rows that no level so far has
-  for (auto [step, reach] : levels) {
-    step = std::min(step, beyond);
-    reach = std::min(reach, blocks_);
-    const bool within = std::any_of(levels_.begin(), levels_.end(),
-                                    [step = step](const auto& level) { return step % level.first == 0; });
-    if (reach <= reach_ || within) continue;
+bool RegularBlocks::unite_levels() {
+  const std::int64_t beyond = std::max<std::int64_t>(1, terms_.blocks);  // as a modulus: row 0 alone
+  std::map<std::int64_t, std::int64_t> left = {{1, 1}};                  // rows that no level so far has
+  bool united = true;
+  for (const auto& [step, reach] : terms_.levels) {
     std::map<std::int64_t, std::int64_t> taken;
     for (const auto& [modulus, coefficient] : left) add(taken, common_multiple(modulus, step, beyond), coefficient);
-    if (rows_.size() + taken.size() > kMostSummands) {
-      closed_ = false;
-      break;
-    }
-    levels_.emplace_back(step, reach);
+    united = rows_.size() + taken.size() <= kMostSummands;
+    if (!united) break;
     for (const auto& [modulus, coefficient] : taken) {
       add(left, modulus, -coefficient);
       rows_.push_back({modulus, reach, coefficient});
     }
   }
-  for (const auto& [modulus, coefficient] : left) rows_.push_back({modulus, reach_, coefficient});
+  for (const auto& [modulus, coefficient] : left) rows_.push_back({modulus, terms_.reach, coefficient});
+  return united;
+}
+
+void RegularBlocks::list_distances() {
+  seen_.resize(static_cast<std::size_t>(terms_.blocks));
+  for (const std::int64_t step : terms_.steps) {
+    for (std::int64_t distance = step; distance < terms_.blocks; distance += step)
+      seen_[static_cast<std::size_t>(distance)] = 1;
+  }
+  for (const std::int64_t rate : terms_.rates) seen_[static_cast<std::size_t>(rate)] = 1;
+  std::partial_sum(seen_.begin(), seen_.end(), seen_.begin());
 }
 
 /// Distances from 1 to `distance` that are multiples of a step, or rates.
 std::int64_t RegularBlocks::far_seen(std::int64_t distance) const {
-  std::int64_t seen = std::upper_bound(rates_.begin(), rates_.end(), distance) - rates_.begin();
+  if (!seen_.empty()) return seen_[static_cast<std::size_t>(std::min(distance, terms_.blocks - 1))];
+  const auto& rates = terms_.rates;
+  std::int64_t seen = std::upper_bound(rates.begin(), rates.end(), distance) - rates.begin();
   for (const auto& [multiple, coefficient] : multiples_) seen += coefficient * (distance / multiple);
   return seen;
 }
 
-/// Distances from reach + 1 to x that are not seen, summed over x = first, first + step, ..., all beyond the reach.
+/// Distances from reach + 1 to `farthest` that are not seen.
+std::int64_t RegularBlocks::unseen(std::int64_t farthest, std::int64_t reach) const {
+  return farthest > reach ? farthest - reach - far_seen(farthest) + far_seen(reach) : 0;
+}
+
+/// The same, summed over farthest = first, first + step, ..., all beyond the reach.
 WideInteger RegularBlocks::unseen(std::int64_t first, std::int64_t step, std::int64_t count, std::int64_t reach) const {
   const WideInteger n = count;
   WideInteger sum = n * first + n * (n - 1) / 2 * step - n * reach + n * far_seen(reach);
   for (const auto& [multiple, coefficient] : multiples_) sum -= coefficient * floor_sum(n, multiple, step, first);
-  for (const std::int64_t rate : rates_)
+  for (const std::int64_t rate : terms_.rates)
     sum -= std::max<std::int64_t>(0, count - (rate <= first ? 0 : blocks_of(rate - first, step)));
   return sum;
 }
 
+std::int64_t RegularBlocks::lower_row(std::int64_t row) const {
+  return row + 1 - unseen(row - terms_.global, terms_.reach_of(row));
+}
+
 WideInteger RegularBlocks::lower(std::int64_t n) const {
   WideInteger sum = WideInteger{n} * (n + 1) / 2;
+  if (!seen_.empty()) {
+    for (std::int64_t row = 0; row < n; ++row) sum -= unseen(row - terms_.global, terms_.reach_of(row));
+    return sum;
+  }
   for (const Rows& rows : rows_) {
     // The key blocks of row I that are not global lie up to I - global away.
-    const std::int64_t first = round_up(rows.reach + global_ + 1, rows.modulus);
+    const std::int64_t first = round_up(rows.reach + terms_.global + 1, rows.modulus);
     if (first >= n) continue;
-    sum -= rows.coefficient * unseen(first - global_, rows.modulus, (n - 1 - first) / rows.modulus + 1, rows.reach);
+    sum -= rows.coefficient *
+           unseen(first - terms_.global, rows.modulus, (n - 1 - first) / rows.modulus + 1, rows.reach);
   }
   return sum;
 }
 
 WideInteger RegularBlocks::square(std::int64_t n) const {
+  // Above the diagonal: n - 1 - I key blocks, of rows that are not global.
   WideInteger sum = lower(n) + WideInteger{n} * (n - 1) / 2;
+  if (!seen_.empty()) {
+    for (std::int64_t row = terms_.global; row < n; ++row) sum -= unseen(n - 1 - row, terms_.reach_of(row));
+    return sum;
+  }
   for (const Rows& rows : rows_) {
-    // Above the diagonal: n - 1 - I key blocks, of rows that are not global.
-    const std::int64_t first = round_up(global_, rows.modulus), most = n - 2 - rows.reach;
+    const std::int64_t first = round_up(terms_.global, rows.modulus), most = n - 2 - rows.reach;
     if (first > most) continue;
     const std::int64_t last = most / rows.modulus * rows.modulus;
     sum -= rows.coefficient * unseen(n - 1 - last, rows.modulus, (last - first) / rows.modulus + 1, rows.reach);
@@ -173,24 +156,12 @@ WideInteger RegularBlocks::square(std::int64_t n) const {
   return sum;
 }
 
-std::int64_t RegularBlocks::lower_row(std::int64_t row) const {
-  std::int64_t reach = reach_;
-  for (const auto& [step, far] : levels_) {
-    if (row % step == 0) {
-      reach = far;
-      break;
-    }
-  }
-  const std::int64_t farthest = row - global_;
-  return row + 1 - (farthest > reach ? farthest - reach - far_seen(farthest) + far_seen(reach) : 0);
-}
-
 BlockCounts::BlockCounts(const BlockRecipe& recipe)
     : regular_(recipe),
       block_size_(recipe.block_size),
       blocks_(recipe.blocks()),
       causal_(recipe.causal),
-      empty_(recipe.blocks() == 0 || recipe.terms.empty() || recipe.terms[0].kind == Kind::adaptive) {
+      empty_(recipe.blocks() == 0 || recipe.terms.empty() || recipe.adaptive()) {
   for (const BlockTerm& term : recipe.terms) {
     if (term.kind == Kind::random) densities_[term.seed] = std::max(densities_[term.seed], term.density);
   }
@@ -202,7 +173,7 @@ std::optional<BlockCounts> BlockCounts::of(const BlockRecipe& recipe) {
   const double blocks = static_cast<double>(recipe.blocks());
   const double words = static_cast<double>(recipe.heads) * blocks * blocks * (recipe.causal ? 0.5 : 1);
   const bool few = !counts.densities_.empty() && words <= kMostDrawn;
-  if (few || !counts.regular_.closed()) return std::nullopt;
+  if (few || !counts.regular_.complete()) return std::nullopt;
   return counts;
 }
 
@@ -240,9 +211,8 @@ double BlockCounts::drawn(std::int64_t n, bool causal) const {
   const double width = static_cast<double>(n) / static_cast<double>(rows);
   double sum = 0;
   for (std::int64_t i = 0; i < rows; ++i) {
-    double inside =
-        static_cast<double>(i) * 0.6180339887498949;  // anywhere in its stretch, so that strides do not resonate
-    inside -= std::floor(inside);
+    double inside = static_cast<double>(i) * 0.6180339887498949;
+    inside -= std::floor(inside);  // anywhere in its stretch, so that strides do not resonate
     const auto row = rows == n ? i : static_cast<std::int64_t>((static_cast<double>(i) + inside) * width);
     sum += width * static_cast<double>(row + 1 - regular_.lower_row(row)) * chance(row + 1);
   }

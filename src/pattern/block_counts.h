@@ -13,17 +13,14 @@ namespace longspan {
 
 __extension__ typedef __int128 WideInteger;  // (2^36 blocks)^2 pairs of blocks
 
-/// The union of all terms that are not random, as distances d = |I - J| between block row I and key block J. A row sees
-///   d <= reach, where the reach is that of the row's class (the levels of hierarchical patterns), or of the windows,
-///   d divisible by a step, or equal to a rate,
-///   everything if I or J is below the number of global blocks.
+/// How many blocks regular terms keep.
 class RegularBlocks {
  public:
   explicit RegularBlocks(const BlockRecipe& recipe);
 
-  /// Whether the sums below stay short and hold every term: some sets of strides have very many common multiples. Where
-  /// they do, some strides are left out, and the counts below are too low.
-  bool closed() const { return closed_; }
+  /// Whether the counts below hold every term. Some sets of strides have very many common multiples: where there are
+  /// too many blocks to go through them one by one, too, some strides are left out, and the counts are too low.
+  bool complete() const { return complete_; }
   /// Active blocks among the first `n` block rows and key blocks.
   WideInteger square(std::int64_t n) const;
   /// Those with J <= I.
@@ -36,16 +33,18 @@ class RegularBlocks {
   struct Rows {
     std::int64_t modulus, reach, coefficient;
   };
-  void make_rows(std::vector<std::pair<std::int64_t, std::int64_t>> levels);
+  bool unite_steps();
+  bool unite_levels();
+  void list_distances();
   std::int64_t far_seen(std::int64_t distance) const;
+  std::int64_t unseen(std::int64_t farthest, std::int64_t reach) const;
   WideInteger unseen(std::int64_t first, std::int64_t step, std::int64_t count, std::int64_t reach) const;
 
-  std::int64_t blocks_ = 0, global_ = 0, reach_ = 0;
-  std::vector<std::pair<std::int64_t, std::int64_t>> levels_;  // (step, reach), farthest reach first
+  RegularTerms terms_;
   std::vector<Rows> rows_;
   std::map<std::int64_t, std::int64_t> multiples_;  // distances seen far away: sum of coefficient * [divisible by]
-  std::vector<std::int64_t> rates_;                 // those that are no multiples, ascending
-  bool closed_ = true;
+  std::vector<std::uint32_t> seen_;                 // instead of multiples and rates: of the distances 1 to d, so many
+  bool complete_ = true;
 };
 
 /// The counts of one recipe.

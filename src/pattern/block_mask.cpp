@@ -9,12 +9,12 @@
 #include <mutex>
 #include <optional>
 
-#include "longspan/error.h"
 #include "pattern/block_counts.h"
 #include "pattern/block_recipe.h"
 #include "pattern/block_size.h"
 #include "pattern/kept_beside_mask.h"
 #include "util/hash.h"
+#include "util/reject.h"
 
 namespace longspan {
 
@@ -60,39 +60,34 @@ struct BlockMask::Lists {
     return static_cast<std::size_t>(head * blocks + block);
   }
   void check_block(const char* name, std::int64_t block) const {
-    if (block < 0 || block >= blocks)
-      throw InvalidArgument(name, fmt::format("{} {}: the mask has {} blocks", name, block, blocks));
+    if (block < 0 || block >= blocks) reject(name, "{} {}: the mask has {} blocks", name, block, blocks);
   }
   /// Where the list of a block row (or column) begins; a mask of one head serves all.
   std::size_t index_of(const char* name, std::int64_t head, std::int64_t block) const {
     check_block(name, block);
     if (heads == 1) return at(0, block);
-    if (head < 0 || head >= heads)
-      throw InvalidArgument("head", fmt::format("head {}: the mask has {} heads", head, heads));
+    if (head < 0 || head >= heads) reject("head", "head {}: the mask has {} heads", head, heads);
     return at(head, block);
   }
 };
 
 void check_block_size(int block_size) {
-  if (block_size != 16 && block_size != 32 && block_size != 64 && block_size != 128) {
-    throw InvalidArgument("block_size", fmt::format("block_size {}: use 16, 32, 64 or 128", block_size));
-  }
+  if (block_size != 16 && block_size != 32 && block_size != 64 && block_size != 128)
+    reject("block_size", "block_size {}: use 16, 32, 64 or 128", block_size);
 }
 
 namespace {
 
 void check_header(int block_size, std::int64_t heads, std::int64_t blocks) {
   check_block_size(block_size);
-  if (heads < 1) throw InvalidArgument("heads", fmt::format("block mask has {} heads: give 1, or one per head", heads));
+  if (heads < 1) reject("heads", "block mask has {} heads: give 1, or one per head", heads);
   // Columns are int32, and heads * blocks must count rows without overflow.
   constexpr std::int64_t kMostRows = std::int64_t{1} << 40;
   if (blocks < 0 || blocks > std::numeric_limits<std::int32_t>::max() ||
       heads > kMostRows / std::max<std::int64_t>(1, blocks)) {
-    throw InvalidArgument(
-        "blocks",
-        fmt::format(
-            "block mask of {} heads and {} block rows: give 0 to 2^31 - 1 block rows, and at most 2^40 over all heads",
-            heads, blocks));
+    reject("blocks",
+           "block mask of {} heads and {} block rows: give 0 to 2^31 - 1 block rows, and at most 2^40 over all heads",
+           heads, blocks);
   }
 }
 
@@ -144,32 +139,22 @@ const BlockMask::Lists& BlockMask::made() const {
 BlockMask BlockMask::from_lists(int block_size, std::int64_t heads, std::int64_t blocks,
                                 std::vector<std::int64_t> offsets, std::vector<std::int32_t> columns) {
   check_header(block_size, heads, blocks);
-  if (static_cast<std::int64_t>(offsets.size()) != heads * blocks + 1) {
-    throw InvalidArgument("offsets", fmt::format("offsets has {} entries: give heads * blocks + 1 = {}", offsets.size(),
-                                                 heads * blocks + 1));
-  }
-  if (offsets.front() != 0 || offsets.back() != static_cast<std::int64_t>(columns.size())) {
-    throw InvalidArgument("offsets",
-                          fmt::format("offsets run from {} to {}: they must run from 0 to the number of columns, {}",
-                                      offsets.front(), offsets.back(), columns.size()));
-  }
+  if (static_cast<std::int64_t>(offsets.size()) != heads * blocks + 1)
+    reject("offsets", "offsets has {} entries: give heads * blocks + 1 = {}", offsets.size(), heads * blocks + 1);
+  if (offsets.front() != 0 || offsets.back() != static_cast<std::int64_t>(columns.size()))
+    reject("offsets", "offsets run from {} to {}: they must run from 0 to the number of columns, {}", offsets.front(),
+           offsets.back(), columns.size());
   for (std::size_t i = 0; i + 1 < offsets.size(); ++i) {
-    if (offsets[i] > offsets[i + 1] || offsets[i + 1] > offsets.back()) {
-      throw InvalidArgument(
-          "offsets", fmt::format("offsets[{}] is {} after {}: offsets ascend", i + 1, offsets[i + 1], offsets[i]));
-    }
+    if (offsets[i] > offsets[i + 1] || offsets[i + 1] > offsets.back())
+      reject("offsets", "offsets[{}] is {} after {}: offsets ascend", i + 1, offsets[i + 1], offsets[i]);
     std::int64_t previous = -1;
     for (std::int64_t entry = offsets[i]; entry < offsets[i + 1]; ++entry) {
       const std::int32_t column = columns[static_cast<std::size_t>(entry)];
-      if (column < 0 || column >= blocks) {
-        throw InvalidArgument("rows",
-                              fmt::format("rows[{}] names block {}: blocks are 0 to {}", i, column, blocks - 1));
-      }
-      if (column <= previous) {
-        throw InvalidArgument(
-            "rows", fmt::format("rows[{}] has block {} after {}: list blocks in ascending order, once each", i, column,
-                                previous));
-      }
+      if (column < 0 || column >= blocks)
+        reject("rows", "rows[{}] names block {}: blocks are 0 to {}", i, column, blocks - 1);
+      if (column <= previous)
+        reject("rows", "rows[{}] has block {} after {}: list blocks in ascending order, once each", i, column,
+               previous);
       previous = column;
     }
   }
@@ -179,10 +164,8 @@ BlockMask BlockMask::from_lists(int block_size, std::int64_t heads, std::int64_t
 BlockMask BlockMask::from_rows(int block_size, std::int64_t heads, std::int64_t blocks,
                                const std::vector<std::vector<std::int32_t>>& rows) {
   check_header(block_size, heads, blocks);
-  if (static_cast<std::int64_t>(rows.size()) != heads * blocks) {
-    throw InvalidArgument("rows",
-                          fmt::format("rows has {} lists: give heads * blocks = {}", rows.size(), heads * blocks));
-  }
+  if (static_cast<std::int64_t>(rows.size()) != heads * blocks)
+    reject("rows", "rows has {} lists: give heads * blocks = {}", rows.size(), heads * blocks);
   std::vector<std::int64_t> offsets = {0};
   std::vector<std::int32_t> columns;
   for (const auto& row : rows) {
@@ -196,10 +179,9 @@ BlockMask BlockMask::from_dense(int block_size, std::int64_t heads, std::int64_t
                                 std::span<const std::uint8_t> dense) {
   check_header(block_size, heads, blocks);
   if (static_cast<double>(dense.size()) !=
-      static_cast<double>(heads) * static_cast<double>(blocks) * static_cast<double>(blocks)) {
-    throw InvalidArgument("dense", fmt::format("dense has {} entries: {} heads of {} x {} blocks need {}", dense.size(),
-                                               heads, blocks, blocks, heads * blocks * blocks));
-  }
+      static_cast<double>(heads) * static_cast<double>(blocks) * static_cast<double>(blocks))
+    reject("dense", "dense has {} entries: {} heads of {} x {} blocks need {}", dense.size(), heads, blocks, blocks,
+           heads * blocks * blocks);
   std::vector<std::int64_t> offsets = {0};
   std::vector<std::int32_t> columns;
   for (std::size_t i = 0; i < dense.size(); ++i) {
@@ -212,10 +194,8 @@ BlockMask BlockMask::from_dense(int block_size, std::int64_t heads, std::int64_t
 
 std::vector<std::uint8_t> BlockMask::to_dense() const {
   constexpr double kMostDense = 1e12;
-  if (static_cast<double>(heads()) * static_cast<double>(blocks()) * static_cast<double>(blocks()) > kMostDense) {
-    throw InvalidArgument("mask", fmt::format("{} heads of {} x {} blocks are too many for booleans: use lists",
-                                              heads(), blocks(), blocks()));
-  }
+  if (static_cast<double>(heads()) * static_cast<double>(blocks()) * static_cast<double>(blocks()) > kMostDense)
+    reject("mask", "{} heads of {} x {} blocks are too many for booleans: use lists", heads(), blocks(), blocks());
   std::vector<std::uint8_t> dense(static_cast<std::size_t>(heads() * blocks() * blocks()));
   for (std::int64_t head = 0; head < heads(); ++head) {
     for (std::int64_t block_row = 0; block_row < blocks(); ++block_row) {
@@ -320,15 +300,11 @@ BlockCount BlockMask::count_pairs(std::int64_t head, std::int64_t rows, bool cau
 
 template <class Combine>
 BlockMask BlockMask::combined(const BlockMask& other, Combine&& combine) const {
-  if (block_size() != other.block_size() || blocks() != other.blocks()) {
-    throw InvalidArgument(
-        "mask", fmt::format("{} blocks of {} and {} blocks of {}: masks combine where both numbers agree", blocks(),
-                            block_size(), other.blocks(), other.block_size()));
-  }
-  if (heads() != other.heads() && heads() != 1 && other.heads() != 1) {
-    throw InvalidArgument("mask",
-                          fmt::format("masks of {} and of {} heads: give equal numbers, or 1", heads(), other.heads()));
-  }
+  if (block_size() != other.block_size() || blocks() != other.blocks())
+    reject("mask", "{} blocks of {} and {} blocks of {}: masks combine where both numbers agree", blocks(),
+           block_size(), other.blocks(), other.block_size());
+  if (heads() != other.heads() && heads() != 1 && other.heads() != 1)
+    reject("mask", "masks of {} and of {} heads: give equal numbers, or 1", heads(), other.heads());
   const std::int64_t all_heads = std::max(heads(), other.heads());
   std::vector<std::int64_t> offsets = {0};
   offsets.reserve(static_cast<std::size_t>(all_heads * blocks() + 1));

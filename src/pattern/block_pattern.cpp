@@ -5,11 +5,11 @@
 
 #include <algorithm>
 
-#include "longspan/error.h"
 #include "longspan/limits.h"
 #include "pattern/block_recipe.h"
 #include "pattern/block_size.h"
 #include "util/hash.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -17,15 +17,12 @@ namespace {
 using Kind = BlockTerm::Kind;
 
 void check_density(double density) {
-  if (!(density > 0 && density <= 1)) {
-    throw InvalidArgument("density",
-                          fmt::format("density is {}: give the fraction of blocks to keep, in (0, 1]", density));
-  }
+  if (!(density > 0 && density <= 1))
+    reject("density", "density is {}: give the fraction of blocks to keep, in (0, 1]", density);
 }
 
 void check_at_least(std::string_view name, std::int64_t value, std::int64_t least) {
-  if (value < least)
-    throw InvalidArgument(std::string(name), fmt::format("{} is {}: give {} or more tokens", name, value, least));
+  if (value < least) reject(name, "{} is {}: give {} or more tokens", name, value, least);
 }
 
 void check_term(const BlockTerm& term) {
@@ -38,23 +35,17 @@ void check_term(const BlockTerm& term) {
     case Kind::global_local:
       return check_at_least("window", number(1), 0);
     case Kind::dilated_sparse:
-      if (term.numbers.empty())
-        throw InvalidArgument("rates", "rates is empty: give distances in blocks, such as 1, 2, 4");
+      if (term.numbers.empty()) reject("rates", "rates is empty: give distances in blocks, such as 1, 2, 4");
       for (const std::int64_t rate : term.numbers) {
-        if (rate < 1) throw InvalidArgument("rates", fmt::format("rates has {}: distances are at least 1 block", rate));
+        if (rate < 1) reject("rates", "rates has {}: distances are at least 1 block", rate);
       }
       return;
     case Kind::hierarchical:
-      if (term.numbers.empty())
-        throw InvalidArgument("levels", "levels is empty: give pairs of stride and window, such as 64:256");
+      if (term.numbers.empty()) reject("levels", "levels is empty: give pairs of stride and window, such as 64:256");
       for (std::size_t i = 0; i < term.numbers.size(); i += 2) {
-        if (number(i) < 1)
-          throw InvalidArgument("levels",
-                                fmt::format("level {} has stride {}: give 1 or more tokens", i / 2, number(i)));
-        if (number(i + 1) < -1) {
-          throw InvalidArgument(
-              "levels", fmt::format("level {} has window {}: give tokens, or -1 for all", i / 2, number(i + 1)));
-        }
+        if (number(i) < 1) reject("levels", "level {} has stride {}: give 1 or more tokens", i / 2, number(i));
+        if (number(i + 1) < -1)
+          reject("levels", "level {} has window {}: give tokens, or -1 for all", i / 2, number(i + 1));
       }
       return;
     case Kind::random:
@@ -116,10 +107,8 @@ BlockPattern BlockPattern::longformer(std::int64_t window, std::int64_t global_t
 }
 
 BlockPattern BlockPattern::operator|(const BlockPattern& other) const {
-  if (block_size_ != other.block_size_) {
-    throw InvalidArgument("block_size", fmt::format("block sizes {} and {}: patterns unite where they agree",
-                                                    block_size_, other.block_size_));
-  }
+  if (block_size_ != other.block_size_)
+    reject("block_size", "block sizes {} and {}: patterns unite where they agree", block_size_, other.block_size_);
   BlockPattern both = *this;
   for (const BlockTerm& term : other.terms_) {
     if (std::find(both.terms_.begin(), both.terms_.end(), term) == both.terms_.end()) both.terms_.push_back(term);
@@ -131,13 +120,11 @@ BlockPattern BlockPattern::operator|(const BlockPattern& other) const {
 
 void BlockPattern::check() const {
   check_block_size(block_size_);
-  if (terms_.empty() && !custom_)
-    throw InvalidArgument("pattern", "the block pattern is empty: give at least one term or a mask");
+  if (terms_.empty() && !custom_) reject("pattern", "the block pattern is empty: give at least one term or a mask");
   for (const BlockTerm& term : terms_) {
     check_term(term);
-    if (term.kind == Kind::adaptive && (terms_.size() > 1 || custom_)) {
-      throw InvalidArgument("pattern", "adaptive stands alone: it cannot be united with other block patterns");
-    }
+    if (term.kind == Kind::adaptive && (terms_.size() > 1 || custom_))
+      reject("pattern", "adaptive stands alone: it cannot be united with other block patterns");
   }
 }
 
@@ -151,21 +138,15 @@ bool BlockPattern::depends_on_length(bool causal) const {
 }
 
 BlockMask BlockPattern::planned_mask(std::int64_t rows, std::int64_t heads, bool causal) const {
-  if (rows < 0 || rows > kMostTokens)
-    throw InvalidArgument("rows", fmt::format("{} rows: give 0 to {}", rows, kMostTokens));
-  if (heads < 1 || heads > kMostHeads)
-    throw InvalidArgument("heads", fmt::format("{} heads: give 1 to {}", heads, kMostHeads));
+  if (rows < 0 || rows > kMostTokens) reject("rows", "{} rows: give 0 to {}", rows, kMostTokens);
+  if (heads < 1 || heads > kMostHeads) reject("heads", "{} heads: give 1 to {}", heads, kMostHeads);
   const std::int64_t blocks = blocks_of(rows, block_size_);
-  if (custom_ && custom_->blocks() != blocks) {
-    throw InvalidArgument(
-        "mask", fmt::format("the block mask has {} block rows: strands of up to {} rows in blocks of {} need {}",
-                            custom_->blocks(), rows, block_size_, blocks));
-  }
+  if (custom_ && custom_->blocks() != blocks)
+    reject("mask", "the block mask has {} block rows: strands of up to {} rows in blocks of {} need {}",
+           custom_->blocks(), rows, block_size_, blocks);
   for (const BlockTerm& term : terms_) {
     if (rows > 0 && term.kind == Kind::global_local && term.numbers[0] > rows) {
-      throw InvalidArgument(
-          "global_tokens",
-          fmt::format("global_tokens is {}: the sequence has {}; give at most so many", term.numbers[0], rows));
+      reject("global_tokens", "global_tokens is {}: the sequence has {}; give at most so many", term.numbers[0], rows);
     }
   }
   if (terms_.empty()) return *custom_;

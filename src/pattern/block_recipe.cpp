@@ -48,78 +48,55 @@ void append_union(std::span<const std::int32_t> a, std::span<const std::int32_t>
 }
 
 /// What one thread needs to make rows.
-struct RowMaker {
-  int block_size;
-  std::int64_t blocks;
-  bool causal;
-  std::int64_t heads;  // of the problem; a mask of one's own may have as many for each batch entry
-  std::vector<std::int32_t> term_columns = {}, merged = {};
-  ColumnDrawer drawer = {};
+class RowMaker {
+ public:
+  explicit RowMaker(const BlockRecipe& recipe) : recipe_(recipe), regular_(recipe) {}
 
-  /// The columns of a term in `term_columns`, ascending.
-  void make(const BlockTerm& term, std::int64_t head, std::int64_t row) {
-    const std::int64_t b = block_size;
-    auto& columns = term_columns;
-    columns.clear();
-    switch (term.kind) {
-      case Kind::local_window: {
-        const std::int64_t reach = term.numbers[0] / b / 2;
-        return add_range(columns, row - reach, row + reach, blocks);
-      }
-      case Kind::strided: {
-        const std::int64_t step = std::max<std::int64_t>(1, term.numbers[0] / b);
-        for (std::int64_t column = row % step; column < blocks; column += step)
-          columns.push_back(static_cast<std::int32_t>(column));
-        return;
-      }
-      case Kind::dilated_sparse:
-        columns.push_back(static_cast<std::int32_t>(row));
-        for (const std::int64_t rate : term.numbers) {
-          if (rate >= blocks) continue;  // also where row + rate would overflow
-          add_range(columns, row - rate, row - rate, blocks);
-          add_range(columns, row + rate, row + rate, blocks);
-        }
-        std::sort(columns.begin(), columns.end());
-        columns.erase(std::unique(columns.begin(), columns.end()), columns.end());
-        return;
-      case Kind::global_local: {
-        const std::int64_t global = blocks_of(std::abs(term.numbers[0]), b), reach = term.numbers[1] / b / 2;
-        if (row < global) return add_range(columns, 0, blocks - 1, blocks);
-        add_range(columns, 0, global - 1, blocks);
-        return add_range(columns, std::max(global, row - reach), row + reach, blocks);
-      }
-      case Kind::hierarchical: {
-        std::int64_t reach = 0;
-        for (std::size_t i = 0; i < term.numbers.size(); i += 2) {
-          if (row % std::max<std::int64_t>(1, term.numbers[i] / b) != 0) continue;
-          reach = std::max(reach, term.numbers[i + 1] == -1 ? blocks : term.numbers[i + 1] / b / 2);
-        }
-        return add_range(columns, row - reach, row + reach, blocks);
-      }
-      case Kind::random: {
-        const std::int64_t candidates = causal ? row + 1 : blocks;
-        return drawer.draw(term.seed, row, head % heads, candidates, kept_columns(term.density, candidates), columns);
-      }
-      case Kind::adaptive:
-        return;  // each call chooses
-    }
-  }
-
-  /// The union of all terms (and a custom mask's row), appended to `target`.
-  void append(const std::vector<BlockTerm>& terms, const std::optional<BlockMask>& custom, std::int64_t head,
-              std::int64_t row, std::vector<std::int32_t>& target) {
+  /// The columns of all terms and of a custom mask, appended to `target`.
+  void append(std::int64_t head, std::int64_t row, std::vector<std::int32_t>& target) {
+    if (recipe_.adaptive()) return;
+    const std::int64_t blocks = regular_.blocks, global = regular_.global;
+    if (row < global) return add_range(target, 0, blocks - 1, blocks);
     const std::size_t begin = target.size();
-    if (custom) {
-      const auto own = custom->row(head, row);
-      target.insert(target.end(), own.begin(), own.end());
+    const std::int64_t reach = regular_.reach_of(row);
+    add_range(target, 0, global - 1, blocks);
+    add_range(target, std::max(global, row - reach), row + reach, blocks);
+    columns_.clear();
+    for (const std::int64_t step : regular_.steps) {
+      for (std::int64_t column = row % step; column < blocks; column += step)
+        columns_.push_back(static_cast<std::int32_t>(column));
     }
-    for (const BlockTerm& term : terms) {
-      make(term, head, row);
-      merged.assign(target.begin() + static_cast<std::ptrdiff_t>(begin), target.end());
-      target.resize(begin);
-      append_union(merged, term_columns, target);
+    for (const std::int64_t rate : regular_.rates) {
+      add_range(columns_, row - rate, row - rate, blocks);
+      add_range(columns_, row + rate, row + rate, blocks);
     }
+    if (regular_.steps.size() > 1 || !regular_.rates.empty()) {
+      std::sort(columns_.begin(), columns_.end());
+      columns_.erase(std::unique(columns_.begin(), columns_.end()), columns_.end());
+    }
+    unite(columns_, begin, target);
+    for (const BlockTerm& term : recipe_.terms) {
+      if (term.kind != Kind::random) continue;
+      const std::int64_t candidates = recipe_.causal ? row + 1 : blocks;
+      drawer_.draw(term.seed, row, head % recipe_.heads, candidates, kept_columns(term.density, candidates), columns_);
+      unite(columns_, begin, target);
+    }
+    if (recipe_.custom) unite(recipe_.custom->row(head, row), begin, target);
   }
+
+ private:
+  /// Ascending columns join those of the row that begins at `begin`.
+  void unite(std::span<const std::int32_t> columns, std::size_t begin, std::vector<std::int32_t>& target) {
+    if (columns.empty()) return;
+    merged_.assign(target.begin() + static_cast<std::ptrdiff_t>(begin), target.end());
+    target.resize(begin);
+    append_union(merged_, columns, target);
+  }
+
+  const BlockRecipe& recipe_;
+  RegularTerms regular_;
+  std::vector<std::int32_t> columns_, merged_;
+  ColumnDrawer drawer_;
 };
 
 std::string too_many(const BlockRecipe& recipe) {
@@ -144,11 +121,67 @@ std::int64_t BlockRecipe::mask_heads() const {
   return random ? heads : 1;
 }
 
+RegularTerms::RegularTerms(const BlockRecipe& recipe) : blocks(recipe.blocks()) {
+  const std::int64_t size = recipe.block_size;
+  std::vector<std::int64_t> all_steps;
+  std::vector<std::pair<std::int64_t, std::int64_t>> all_levels;
+  const auto step_of = [&](std::int64_t tokens) { return std::max<std::int64_t>(1, tokens / size); };
+  for (const BlockTerm& term : recipe.terms) {
+    const auto& numbers = term.numbers;
+    switch (term.kind) {
+      case Kind::local_window:
+        reach = std::max(reach, numbers[0] / size / 2);
+        break;
+      case Kind::strided:
+        all_steps.push_back(step_of(numbers[0]));
+        break;
+      case Kind::dilated_sparse:
+        rates.insert(rates.end(), numbers.begin(), numbers.end());
+        break;
+      case Kind::global_local:
+        global = std::max(global, blocks_of(std::abs(numbers[0]), size));
+        reach = std::max(reach, numbers[1] / size / 2);
+        break;
+      case Kind::hierarchical:
+        for (std::size_t i = 0; i < numbers.size(); i += 2)
+          all_levels.emplace_back(step_of(numbers[i]), numbers[i + 1] == -1 ? blocks : numbers[i + 1] / size / 2);
+        break;
+      case Kind::random:
+      case Kind::adaptive:
+        break;
+    }
+  }
+  global = std::min(global, blocks);
+  reach = std::min(reach, blocks);
+  std::sort(all_steps.begin(), all_steps.end());
+  const auto seen = [&](std::int64_t distance) {
+    return distance >= blocks ||
+           std::any_of(steps.begin(), steps.end(), [&](std::int64_t step) { return distance % step == 0; });
+  };
+  for (const std::int64_t step : all_steps) {
+    if (!seen(step)) steps.push_back(step);
+  }
+  std::sort(rates.begin(), rates.end());
+  rates.erase(std::unique(rates.begin(), rates.end()), rates.end());
+  std::erase_if(rates, seen);
+  std::sort(all_levels.begin(), all_levels.end(), [](const auto& a, const auto& b) {
+    return a.second > b.second || (a.second == b.second && a.first < b.first);
+  });
+  for (const auto& [step, far] : all_levels) {
+    const std::int64_t rows = std::min(step, std::max<std::int64_t>(1, blocks));  // the latter: row 0 alone
+    if (std::min(far, blocks) > reach && reach_of(rows) == reach) levels.emplace_back(rows, std::min(far, blocks));
+  }
+}
+
+std::int64_t RegularTerms::reach_of(std::int64_t row) const {
+  const auto level = std::find_if(levels.begin(), levels.end(), [&](const auto& one) { return row % one.first == 0; });
+  return level == levels.end() ? reach : level->second;
+}
+
 std::vector<std::int32_t> make_row(const BlockRecipe& recipe, std::int64_t head, std::int64_t block_row) {
   if (const std::string why = too_long(recipe); !why.empty()) throw InvalidArgument("pattern", why);
   std::vector<std::int32_t> row;
-  RowMaker{recipe.block_size, recipe.blocks(), recipe.causal, recipe.heads}.append(recipe.terms, recipe.custom, head,
-                                                                                   block_row, row);
+  RowMaker(recipe).append(head, block_row, row);
   return row;
 }
 
@@ -171,8 +204,7 @@ BlockLists make_lists(const BlockRecipe& recipe, const std::atomic<bool>* cancel
   std::vector<std::vector<std::int32_t>> chunk_columns(static_cast<std::size_t>(chunks));
   std::vector<std::int64_t> offsets(static_cast<std::size_t>(all_rows + 1));
   const int threads = static_cast<int>(std::clamp<std::int64_t>(chunks / 4, 1, num_threads()));
-  std::vector<RowMaker> makers(static_cast<std::size_t>(threads),
-                               RowMaker{recipe.block_size, blocks, recipe.causal, recipe.heads});
+  std::vector<RowMaker> makers(static_cast<std::size_t>(threads), RowMaker(recipe));
   std::atomic<std::int64_t> active = 0;
   parallel_for(threads, chunks, {.cancel = cancel}, [&](int worker, std::int64_t chunk) {
     auto& own = chunk_columns[static_cast<std::size_t>(chunk)];
@@ -180,7 +212,7 @@ BlockLists make_lists(const BlockRecipe& recipe, const std::atomic<bool>* cancel
     for (std::int64_t row = chunk * kRowsPerChunk; row < end; ++row) {
       if (row % kRowsPerChunk == 1 && own.size() < 4096)
         own.reserve(own.size() * (kRowsPerChunk + 4));  // rows are mostly alike
-      makers[static_cast<std::size_t>(worker)].append(recipe.terms, recipe.custom, row / blocks, row % blocks, own);
+      makers[static_cast<std::size_t>(worker)].append(row / blocks, row % blocks, own);
       offsets[static_cast<std::size_t>(row + 1)] = static_cast<std::int64_t>(own.size());
     }
     if ((active += static_cast<std::int64_t>(own.size())) > kMostActive)

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "longspan/block_pattern.h"
@@ -16,6 +17,9 @@ constexpr std::int64_t blocks_of(std::int64_t rows, std::int64_t block_size) {
   return rows / block_size + (rows % block_size != 0);
 }
 
+/// Throws InvalidArgument unless it is a size that kernels know: 16, 32, 64 or 128.
+void check_block_size(int block_size);
+
 struct BlockRecipe {
   int block_size = kDefaultBlockSize;
   std::vector<BlockTerm> terms = {};
@@ -26,6 +30,20 @@ struct BlockRecipe {
 
   std::int64_t blocks() const { return blocks_of(rows, block_size); }
   std::int64_t mask_heads() const;
+  /// An adaptive term keeps nothing until a call chooses.
+  bool adaptive() const { return !terms.empty() && terms[0].kind == BlockTerm::Kind::adaptive; }
+};
+
+/// The union of all terms that are neither random nor adaptive, in blocks. Block row I sees key block J if I or J is
+/// global, or if |I - J| is at most reach_of(I), divisible by a step, or equal to a rate.
+struct RegularTerms {
+  explicit RegularTerms(const BlockRecipe& recipe);
+  std::int64_t reach_of(std::int64_t row) const;
+
+  std::int64_t blocks, global = 0, reach = 0;
+  // Without those that others make superfluous: steps and rates ascend, levels (step, reach) have the farthest first.
+  std::vector<std::int64_t> steps, rates;
+  std::vector<std::pair<std::int64_t, std::int64_t>> levels;
 };
 
 struct BlockLists {

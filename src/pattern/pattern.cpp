@@ -1,24 +1,20 @@
 // Making patterns, and checking that what they say makes sense.
 #include "longspan/pattern.h"
 
-#include <fmt/format.h>
-
 #include <cfloat>
 #include <cmath>
 
-#include "longspan/error.h"
 #include "util/hash.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
 
 std::vector<Branch> make_branches(const std::vector<std::int64_t>& segments,
                                   const std::vector<std::int64_t>& dilations) {
-  if (segments.size() != dilations.size()) {
-    throw InvalidArgument("dilations",
-                          fmt::format("segments has {} entries, dilations has {}: give one dilation per segment",
-                                      segments.size(), dilations.size()));
-  }
+  if (segments.size() != dilations.size())
+    reject("dilations", "segments has {} entries, dilations has {}: give one dilation per segment", segments.size(),
+           dilations.size());
   std::vector<Branch> branches;
   branches.reserve(segments.size());
   for (std::size_t i = 0; i < segments.size(); ++i) branches.push_back({segments[i], dilations[i], std::nullopt});
@@ -72,32 +68,22 @@ Pattern Pattern::with_output_scale(double output_scale) const {
 }
 
 Pattern Pattern::with_mask(std::size_t branch, BlockPattern mask) const {
-  if (branch >= branches_.size()) {
-    throw InvalidArgument("branch", fmt::format("branch {}: the pattern has {} branches", branch, branches_.size()));
-  }
+  if (branch >= branches_.size()) reject("branch", "branch {}: the pattern has {} branches", branch, branches_.size());
   Pattern pattern = *this;
   pattern.branches_[branch].mask = std::move(mask);
   return pattern;
 }
 
 void Pattern::check() const {
-  if (branches_.empty()) {
-    throw InvalidArgument("segments", "segments is empty: give at least one segment length and its dilation");
-  }
+  if (branches_.empty()) reject("segments", "segments is empty: give at least one segment length and its dilation");
   for (std::size_t i = 0; i < branches_.size(); ++i) {
-    if (branches_[i].segment < 1) {
-      throw InvalidArgument("segments",
-                            fmt::format("segments[{}] is {}: segment lengths are at least 1", i, branches_[i].segment));
-    }
-    if (branches_[i].dilation < 1) {
-      throw InvalidArgument("dilations",
-                            fmt::format("dilations[{}] is {}: dilations are at least 1", i, branches_[i].dilation));
-    }
+    if (branches_[i].segment < 1)
+      reject("segments", "segments[{}] is {}: segment lengths are at least 1", i, branches_[i].segment);
+    if (branches_[i].dilation < 1)
+      reject("dilations", "dilations[{}] is {}: dilations are at least 1", i, branches_[i].dilation);
   }
-  if (!(std::abs(output_scale_) <= static_cast<double>(FLT_MAX) / 2)) {
-    throw InvalidArgument("output_scale",
-                          fmt::format("output_scale is {}: give a factor that float32 can hold", output_scale_));
-  }
+  if (!(std::abs(output_scale_) <= static_cast<double>(FLT_MAX) / 2))
+    reject("output_scale", "output_scale is {}: give a factor that float32 can hold", output_scale_);
 }
 
 std::uint64_t Pattern::hash() const {

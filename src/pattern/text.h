@@ -1,22 +1,28 @@
 // Reading the canonical text: words, numbers, and errors that show where they are.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <charconv>
 #include <string>
 #include <string_view>
 
-#include "longspan/error.h"
+#include "util/reject.h"
 
 namespace longspan {
+
+/// At most so many bytes, cut between characters.
+inline std::string shortened(std::string_view text, std::size_t most) {
+  if (text.size() <= most) return std::string(text);
+  std::size_t end = most - 3;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // within a UTF-8 character
+  return std::string(text.substr(0, end)) + "...";
+}
 
 class TextReader {
  public:
   explicit TextReader(std::string_view text) : text_(text) {}
 
   [[noreturn]] void fail(std::string_view word, std::string_view message) const {
-    throw InvalidArgument("pattern", fmt::format("pattern '{}': '{}' {}", shorten(text_), shorten(word), message));
+    reject("pattern", "pattern '{}': '{}' {}", shortened(text_, 120), shortened(word, 120), message);
   }
 
   /// Next word; a mask in braces belongs to the word it follows.
@@ -43,13 +49,6 @@ class TextReader {
   }
 
  private:
-  static std::string shorten(std::string_view text) {
-    if (text.size() <= 120) return std::string(text);
-    std::size_t end = 117;
-    while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // within a UTF-8 character
-    return std::string(text.substr(0, end)) + "...";
-  }
-
   std::string_view text_;
   std::size_t position_ = 0;
 };

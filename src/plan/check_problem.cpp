@@ -1,21 +1,16 @@
 // The bounds themselves. They are far beyond what any machine holds, and low enough that no product below overflows.
 #include "plan/check_problem.h"
-
-#include <fmt/format.h>
+#include "util/reject.h"
 
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
 
-#include "longspan/error.h"
-
 namespace longspan {
 namespace {
 
 void check_size(std::string_view name, std::int64_t value, std::int64_t least, std::int64_t most) {
-  if (value < least || value > most) {
-    throw InvalidArgument(std::string(name), fmt::format("{} is {}: give {} to {}", name, value, least, most));
-  }
+  if (value < least || value > most) reject(name, "{} is {}: give {} to {}", name, value, least, most);
 }
 
 }  // namespace
@@ -23,19 +18,12 @@ void check_size(std::string_view name, std::int64_t value, std::int64_t least, s
 bool is_usable_factor(double factor) { return std::abs(factor) <= static_cast<double>(FLT_MAX) / 2; }
 
 void check_options(const Options& options) {
-  if (!(options.dropout >= 0.0 && options.dropout < 1.0)) {
-    throw InvalidArgument("dropout", fmt::format("dropout is {}: give a probability from 0 up to, but not including, 1",
-                                                 options.dropout));
-  }
-  if (options.scale && !is_usable_factor(*options.scale)) {
-    throw InvalidArgument(
-        "scale", fmt::format("scale is {}: give a factor that float32 can hold, or none for 1 / sqrt(head_dim)",
-                             *options.scale));
-  }
-  if (options.output_scale && !is_usable_factor(*options.output_scale)) {
-    throw InvalidArgument(
-        "output_scale", fmt::format("output_scale is {}: give a factor that float32 can hold", *options.output_scale));
-  }
+  if (!(options.dropout >= 0.0 && options.dropout < 1.0))
+    reject("dropout", "dropout is {}: give a probability from 0 up to, but not including, 1", options.dropout);
+  if (options.scale && !is_usable_factor(*options.scale))
+    reject("scale", "scale is {}: give a factor that float32 can hold, or none for 1 / sqrt(head_dim)", *options.scale);
+  if (options.output_scale && !is_usable_factor(*options.output_scale))
+    reject("output_scale", "output_scale is {}: give a factor that float32 can hold", *options.output_scale);
 }
 
 void check_problem(const Problem& problem) {
@@ -46,18 +34,16 @@ void check_problem(const Problem& problem) {
   check_size("heads", problem.heads, 1, kMostHeads);
   check_size("kv_heads", problem.kv_heads, 1, kMostHeads);
   check_size("head_dim", problem.head_dim, 1, kMostColumns);
-  if (problem.heads % problem.kv_heads != 0) {
-    throw InvalidArgument("kv_heads", fmt::format("kv_heads is {}: it must divide the number of heads, {}",
-                                                  problem.kv_heads, problem.heads));
-  }
+  if (problem.heads % problem.kv_heads != 0)
+    reject("kv_heads", "kv_heads is {}: it must divide the number of heads, {}", problem.kv_heads, problem.heads);
   const double rows = static_cast<double>(std::max(problem.tokens, problem.query_rows));
   const double elements = rows * static_cast<double>(problem.batch) * static_cast<double>(problem.heads) *
                           static_cast<double>(problem.head_dim);
   if (elements > 9.0e18 / 8) {  // with 8 bytes each
-    throw InvalidArgument("tokens",
-                          fmt::format("{} tokens, batch {}, {} heads of {} are more than 64-bit offsets can address: "
-                                      "give smaller sizes",
-                                      problem.tokens, problem.batch, problem.heads, problem.head_dim));
+    reject("tokens",
+           "{} tokens, batch {}, {} heads of {} are more than 64-bit offsets can address: "
+           "give smaller sizes",
+           problem.tokens, problem.batch, problem.heads, problem.head_dim);
   }
 }
 

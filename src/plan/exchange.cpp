@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <set>
 
-#include "longspan/error.h"
 #include "longspan/exchange.h"
 #include "plan/branch.h"
 #include "plan/exchange_runs.h"
 #include "plan/row_ranges.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -154,10 +154,8 @@ RowRanges local_rows(const Plan& plan, const BranchPlan& branch, std::span<const
 
 ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(std::move(shards)), rank_(rank) {
   const Problem& problem = plan.problem();
-  if (shards_.tokens() != problem.tokens) {
-    throw InvalidArgument("shards", fmt::format("shards of {} tokens for a sequence of {}: they must be equal",
-                                                shards_.tokens(), problem.tokens));
-  }
+  if (shards_.tokens() != problem.tokens)
+    reject("shards", "shards of {} tokens for a sequence of {}: they must be equal", shards_.tokens(), problem.tokens);
   bytes_per_pair_ = 2 * problem.batch * problem.head_dim * size_of(problem.dtype);
   gradient_bytes_per_pair_ = 2 * problem.batch * problem.head_dim * (problem.dtype == DType::f64 ? 8 : 4);
   naive_ring_bytes_ = (problem.tokens - shards_.rows(rank)) * problem.kv_heads * bytes_per_pair_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 
 #include "longspan/attention.h"
 #include "plan/strands.h"
@@ -26,32 +27,37 @@ struct RowRun {
 class KeyRows {
  public:
   KeyRows(const ConstTensorView& k, const ConstTensorView& v, std::span<const KeyPiece> pieces)
-      : k_(k), v_(v), pieces_(pieces), element_(size_of(k.dtype)) {}
+      : k_(k), v_(v), pieces_(pieces) {}
 
   /// The longest run that starts at row `index` of the strand, at most `limit` rows. count is 0 if no piece has the
   /// row.
   RowRun run(std::int64_t entry, std::int64_t kv_head, const Strand& strand, std::int64_t index,
              std::int64_t limit) const {
     const std::int64_t position = strand.start + index * strand.stride;
-    if (pieces_.empty()) return make(k_, v_, entry, kv_head, position, strand.stride, limit);
+    const auto make = [&](const auto& k, const auto& v, std::int64_t head, std::int64_t row, std::int64_t row_step) {
+      const std::int64_t step_bytes = row_step * size_of(k.dtype);
+      return std::tuple(k.bytes_at(entry, row, head), v.bytes_at(entry, row, head), k.strides[1] * step_bytes,
+                        v.strides[1] * step_bytes);
+    };
+    RowRun run;
+    if (pieces_.empty()) {
+      std::tie(run.k, run.v, run.k_stride, run.v_stride) = make(k_, v_, kv_head, position, strand.stride);
+      run.count = limit;
+      return run;
+    }
     for (const KeyPiece& piece : pieces_) {
       const std::int64_t row = strands::piece_row(piece.first, piece.step, piece.k.rows(), position);
       const std::int64_t head = kv_head - piece.kv_head;
       if (row < 0 || head < 0 || head >= piece.k.heads()) continue;
       const bool regular = strand.stride % piece.step == 0;
       const std::int64_t row_step = regular ? strand.stride / piece.step : 0;
-      const std::int64_t rows_left = regular ? strands::ceil_divide(piece.k.rows() - row, row_step) : 1;
-      RowRun run = make(piece.k, piece.v, entry, head, row, row_step, std::min(limit, rows_left));
-      if (piece.dk.given()) {
-        const std::int64_t element = size_of(piece.dk.dtype);
-        run.dk = static_cast<std::byte*>(piece.dk.data) + piece.dk.offset(entry, row, head) * element;
-        run.dv = static_cast<std::byte*>(piece.dv.data) + piece.dv.offset(entry, row, head) * element;
-        run.dk_stride = row_step * piece.dk.strides[1] * element;
-        run.dv_stride = row_step * piece.dv.strides[1] * element;
-      }
+      std::tie(run.k, run.v, run.k_stride, run.v_stride) = make(piece.k, piece.v, head, row, row_step);
+      if (piece.dk.given())
+        std::tie(run.dk, run.dv, run.dk_stride, run.dv_stride) = make(piece.dk, piece.dv, head, row, row_step);
+      run.count = regular ? std::min(limit, strands::ceil_divide(piece.k.rows() - row, row_step)) : 1;
       return run;
     }
-    return {};
+    return run;
   }
 
   /// Calls body(index, run) for runs that together are rows [begin, end) of the strand, less those that no piece has.
@@ -66,31 +72,19 @@ class KeyRows {
   }
 
  private:
-  RowRun make(const ConstTensorView& k, const ConstTensorView& v, std::int64_t entry, std::int64_t kv_head,
-              std::int64_t row, std::int64_t row_step, std::int64_t count) const {
-    return {static_cast<const std::byte*>(k.data) + k.offset(entry, row, kv_head) * element_,
-            static_cast<const std::byte*>(v.data) + v.offset(entry, row, kv_head) * element_,
-            row_step * k.strides[1] * element_,
-            row_step * v.strides[1] * element_,
-            count,
-            nullptr,
-            nullptr,
-            0,
-            0};
-  }
-
   const ConstTensorView& k_;
   const ConstTensorView& v_;
   std::span<const KeyPiece> pieces_;
-  std::int64_t element_;
 };
+
+/// As the caller gives it, on the host.
+inline std::int64_t length_of(const ConstTensorView& lengths, std::int64_t entry) {
+  return lengths.dtype == DType::i64 ? *lengths.at<std::int64_t>(entry, 0, 0) : *lengths.at<std::int32_t>(entry, 0, 0);
+}
 
 /// Rows of entry `entry`: its length if lengths are given (already checked or clamped to [0, N]), else N.
 inline std::int64_t rows_of_entry(const ConstTensorView& lengths, std::int64_t entry, std::int64_t tokens) {
-  if (!lengths.given()) return tokens;
-  const std::int64_t value =
-      lengths.dtype == DType::i64 ? *lengths.at<std::int64_t>(entry, 0, 0) : *lengths.at<std::int32_t>(entry, 0, 0);
-  return std::clamp<std::int64_t>(value, 0, tokens);
+  return lengths.given() ? std::clamp<std::int64_t>(length_of(lengths, entry), 0, tokens) : tokens;
 }
 
 /// Whether position may be attended in this entry, as far as key_mask says.

@@ -1,11 +1,10 @@
 // Drawing plans: counts keys of a few rows per cell, by strand arithmetic and block rows, never pair by pair.
 #include "longspan/picture.h"
+#include "util/reject.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-
-#include "longspan/error.h"
 
 namespace longspan {
 namespace {
@@ -110,17 +109,16 @@ constexpr const char* kShades[2][5] = {{"··", "░░", "▒▒", "▓▓", "�
 
 PatternPicture picture(const Plan& plan, std::int64_t head, std::int64_t most_cells) {
   const Problem& problem = plan.problem();
-  if (head < 0 || head >= problem.heads)
-    throw InvalidArgument("head", fmt::format("head {}: the problem has {}", head, problem.heads));
-  if (most_cells < 1 || most_cells > 4096)
-    throw InvalidArgument("cells", fmt::format("cells is {}: give 1 to 4096", most_cells));
+  if (head < 0 || head >= problem.heads) reject("head", "head {}: the problem has {}", head, problem.heads);
+  if (most_cells < 1 || most_cells > 4096) reject("cells", "cells is {}: give 1 to 4096", most_cells);
   std::int64_t grain = 1;
   for (const BranchPlan& branch : plan.branches()) {
     if (!branch.mask || !branch.owns(head)) continue;
     if (branch.mask->blocks() > kMostBlocks) {
-      throw InvalidArgument("tokens", fmt::format("{} tokens are {} blocks: pictures are drawn of up to {}; a shorter "
-                                                  "sequence shows the same pattern",
-                                                  problem.tokens, branch.mask->blocks(), kMostBlocks));
+      reject("tokens",
+             "{} tokens are {} blocks: pictures are drawn of up to {}; a shorter "
+             "sequence shows the same pattern",
+             problem.tokens, branch.mask->blocks(), kMostBlocks);
     }
     grain = std::max(grain, branch.mask->block_size() * branch.dilation);
   }

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "longspan/picture.h"
+#include "pattern/text.h"
 
 namespace longspan {
 namespace {
@@ -25,14 +26,6 @@ std::string escaped(std::string_view text) {
     else safe += letter;
   }
   return safe;
-}
-
-/// At most so many bytes, cut between characters.
-std::string shortened(std::string_view text, std::size_t most) {
-  if (text.size() <= most) return std::string(text);
-  std::size_t end = most - 3;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
-  return std::string(text.substr(0, end)) + "...";
 }
 
 /// 4096 -> "4096", 131072 -> "128K": powers of 1024 as the command writes sizes.

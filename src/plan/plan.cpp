@@ -7,10 +7,10 @@
 #include <cmath>
 #include <map>
 
-#include "longspan/error.h"
 #include "pattern/block_counts.h"
 #include "plan/branch.h"
 #include "plan/check_problem.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -55,16 +55,14 @@ class StrandPairs {
 void check_mask(const BlockMask& mask, std::size_t branch, std::int64_t rows, const Problem& problem) {
   const std::int64_t needed = ceil_divide<std::int64_t>(rows, mask.block_size());
   if (mask.blocks() != needed) {
-    throw InvalidArgument("mask",
-                          fmt::format("the block mask of branch {} has {} block rows: strands of up to {} rows in "
-                                      "blocks of {} need {}",
-                                      branch, mask.blocks(), rows, mask.block_size(), needed));
+    reject("mask",
+           "the block mask of branch {} has {} block rows: strands of up to {} rows in "
+           "blocks of {} need {}",
+           branch, mask.blocks(), rows, mask.block_size(), needed);
   }
-  if (mask.heads() != 1 && mask.heads() != problem.heads && mask.heads() != problem.batch * problem.heads) {
-    throw InvalidArgument(
-        "mask", fmt::format("the block mask of branch {} has {} heads: give 1, {} or, for a mask per batch entry, {}",
-                            branch, mask.heads(), problem.heads, problem.batch * problem.heads));
-  }
+  if (mask.heads() != 1 && mask.heads() != problem.heads && mask.heads() != problem.batch * problem.heads)
+    reject("mask", "the block mask of branch {} has {} heads: give 1, {} or, for a mask per batch entry, {}", branch,
+           mask.heads(), problem.heads, problem.batch * problem.heads);
 }
 
 }  // namespace
@@ -96,10 +94,10 @@ Plan::Plan(Pattern pattern, Options options, Problem problem)
   const std::int64_t heads = problem_.heads;
   const bool by_groups = pattern_.assignment() == HeadAssignment::groups;
   if (by_groups && heads < groups) {
-    throw InvalidArgument("heads",
-                          fmt::format("{} heads for {} branches: head groups need at least one head per branch; use "
-                                      "fewer segments, more heads, or a longnet pattern",
-                                      heads, groups));
+    reject("heads",
+           "{} heads for {} branches: head groups need at least one head per branch; use "
+           "fewer segments, more heads, or a longnet pattern",
+           heads, groups);
   }
   scale_ = options_.scale.value_or(1.0 / std::sqrt(static_cast<double>(problem_.head_dim)));
   output_scale_ = options_.output_scale.value_or(pattern_.output_scale());
@@ -137,10 +135,10 @@ void Plan::make_mask(std::size_t index, const BlockPattern& blocks) {
   const Branch& source = pattern_.branches()[index];
   BranchPlan& branch = branches_[index];
   if (blocks.adaptive_density() > 0 && (source.dilation != 1 || source.segment < problem_.tokens)) {
-    throw InvalidArgument(
-        "mask", fmt::format("branch {} is adaptive in segments of {} with dilation {}: adaptive masks need a branch "
-                            "over the whole sequence, such as whole/1",
-                            index, source.segment, source.dilation));
+    reject("mask",
+           "branch {} is adaptive in segments of {} with dilation {}: adaptive masks need a branch "
+           "over the whole sequence, such as whole/1",
+           index, source.segment, source.dilation);
   }
   branch.adaptive_density = blocks.adaptive_density();
   const std::int64_t rows = branch.longest_strand(problem_.tokens);
@@ -162,8 +160,7 @@ Plan Plan::with_mask(std::size_t index, BlockMask mask) const {
 }
 
 void Plan::check_branch(std::size_t index) const {
-  if (index >= branches_.size())
-    throw InvalidArgument("branch", fmt::format("branch {}: the plan has {} branches", index, branches_.size()));
+  if (index >= branches_.size()) reject("branch", "branch {}: the plan has {} branches", index, branches_.size());
 }
 
 double Plan::pairs(std::size_t index) const { return count_pairs(index).value; }

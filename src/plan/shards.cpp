@@ -1,11 +1,9 @@
 // Who owns which rows of a sequence.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 
-#include "longspan/error.h"
 #include "longspan/exchange.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -13,10 +11,8 @@ namespace {
 constexpr int kMostRanks = 1 << 20;
 
 void check_counts(std::int64_t tokens, int ranks) {
-  if (tokens < 0 || tokens > kMostTokens)
-    throw InvalidArgument("tokens", fmt::format("{} tokens: give 0 to {}", tokens, kMostTokens));
-  if (ranks < 1 || ranks > kMostRanks)
-    throw InvalidArgument("ranks", fmt::format("{} ranks: give 1 to {}", ranks, kMostRanks));
+  if (tokens < 0 || tokens > kMostTokens) reject("tokens", "{} tokens: give 0 to {}", tokens, kMostTokens);
+  if (ranks < 1 || ranks > kMostRanks) reject("ranks", "{} ranks: give 1 to {}", ranks, kMostRanks);
 }
 
 /// Where range `index` of `ranges` begins, lengths differing by at most one.
@@ -35,20 +31,16 @@ void Shards::add_rank(std::span<const RowRange> ranges) {
 }
 
 Shards Shards::contiguous(std::span<const std::int64_t> offsets) {
-  if (offsets.size() < 2 || offsets.front() != 0) {
-    throw InvalidArgument(
-        "offsets", fmt::format("offsets are [{}]: give 0, the first row of each further rank, and the number of tokens",
-                               fmt::join(offsets, ", ")));
-  }
+  if (offsets.size() < 2 || offsets.front() != 0)
+    reject("offsets", "offsets are [{}]: give 0, the first row of each further rank, and the number of tokens",
+           fmt::join(offsets, ", "));
   if (offsets.back() > kMostTokens)
-    throw InvalidArgument("offsets",
-                          fmt::format("offsets end at {}: give at most {} tokens", offsets.back(), kMostTokens));
+    reject("offsets", "offsets end at {}: give at most {} tokens", offsets.back(), kMostTokens);
   Shards shards;
   for (std::size_t rank = 0; rank + 1 < offsets.size(); ++rank) {
-    if (offsets[rank + 1] < offsets[rank]) {
-      throw InvalidArgument("offsets", fmt::format("offsets[{}] is {} and offsets[{}] is {}: offsets ascend", rank,
-                                                   offsets[rank], rank + 1, offsets[rank + 1]));
-    }
+    if (offsets[rank + 1] < offsets[rank])
+      reject("offsets", "offsets[{}] is {} and offsets[{}] is {}: offsets ascend", rank, offsets[rank], rank + 1,
+             offsets[rank + 1]);
     const RowRange range{offsets[rank], offsets[rank + 1] - offsets[rank]};
     shards.add_rank({&range, 1});
   }
@@ -81,8 +73,7 @@ Shards Shards::zigzag(std::int64_t tokens, int ranks) {
 }
 
 std::span<const RowRange> Shards::ranges(int rank) const {
-  if (rank < 0 || rank >= ranks())
-    throw InvalidArgument("rank", fmt::format("rank {} of {}: ranks are 0 to {}", rank, ranks(), ranks() - 1));
+  if (rank < 0 || rank >= ranks()) reject("rank", "rank {} of {}: ranks are 0 to {}", rank, ranks(), ranks() - 1);
   const std::size_t index = static_cast<std::size_t>(rank);
   return std::span(ranges_).subspan(first_range_[index], first_range_[index + 1] - first_range_[index]);
 }

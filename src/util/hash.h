@@ -9,14 +9,16 @@ namespace longspan {
 
 class Hasher {
  public:
-  void add(std::uint64_t value) {
-    state_ = (state_ ^ value) * 0x9E3779B97F4A7C15u;
+  /// An integer or an enumerator.
+  template <class Value>
+  void add(Value value) {
+    state_ = (state_ ^ static_cast<std::uint64_t>(value)) * 0x9E3779B97F4A7C15u;
     state_ ^= state_ >> 32;
   }
   void add(double value) { add(std::bit_cast<std::uint64_t>(value)); }
   void add(std::string_view text) {
-    add(static_cast<std::uint64_t>(text.size()));
-    for (const char c : text) add(static_cast<std::uint64_t>(static_cast<unsigned char>(c)));
+    add(text.size());
+    for (const char c : text) add(static_cast<unsigned char>(c));
   }
   std::uint64_t value() const { return state_; }
 

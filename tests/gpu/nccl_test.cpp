@@ -31,8 +31,8 @@ MessageRules rules(milliseconds deadline = milliseconds(5000)) { return {42, tru
 /// One message of `bytes` from the rank to itself.
 void send_to_self(Communicator& ring, std::size_t bytes, const MessageRules& how) {
   std::vector<MessageBuffer> sends, receives;
-  sends.emplace_back(0, bytes, how.place);
-  receives.emplace_back(0, bytes, how.place);
+  sends.emplace_back(0, bytes, how.memory);
+  receives.emplace_back(0, bytes, how.memory);
   std::vector<unsigned char> host(bytes);
   for (std::size_t i = 0; i < bytes; ++i) host[i] = static_cast<unsigned char>(i * 31 + 7);
   cudaMemcpy(sends[0].payload(), host.data(), bytes, cudaMemcpyHostToDevice);

@@ -189,7 +189,7 @@ TEST(Checksum, EveryBitCountsInEveryMessage) {
   constexpr std::size_t kLong = 600 * 1024;  // several parts, and threads
   const MessageBuffer messages[] = {{0, 203, {}}, {1, kLong, {}}, {2, 0, {}}};
   for (const MessageBuffer& message : messages) {
-    for (std::size_t i = 0; i < message.bytes(); ++i) message.host_payload()[i] = static_cast<std::byte>(i * 7);
+    for (std::size_t i = 0; i < message.size(); ++i) message.host_payload()[i] = static_cast<std::byte>(i * 7);
   }
   const std::vector<std::uint64_t> sums = checksums(messages);
   EXPECT_EQ(checksums({messages, 1})[0], sums[0]) << "a sum does not depend on the messages beside it";

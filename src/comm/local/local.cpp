@@ -1,7 +1,5 @@
 // Threads as ranks. A message is a note on a shared board: the receiver copies from the sender's buffer, so that a rank
 // that stays silent is missed by those it sends to as well as by those it receives from.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
@@ -13,9 +11,9 @@
 
 #include "comm/gpu/gpu.h"
 #include "longspan/communicator.h"
-#include "longspan/error.h"
 #include "longspan/threads.h"
 #include "util/parallel.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -87,9 +85,8 @@ class LocalCommunicator final : public Communicator {
 
   void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) override {
     const int exchange = exchanges_++;
-    if (const LocalFault* fault = find(LocalFault::Kind::die, -1, exchange)) {
-      throw CommError(fmt::format("rank {} died in exchange {} (injected)", fault->rank, exchange));
-    }
+    if (const LocalFault* fault = find(LocalFault::Kind::die, -1, exchange))
+      raise<CommError>("rank {} died in exchange {} (injected)", fault->rank, exchange);
     if (const LocalFault* fault = find(LocalFault::Kind::stall, -1, exchange)) std::this_thread::sleep_for(fault->time);
     for (const SendBuffer& send : sends) check_peer(send.peer);
     for (const ReceiveBuffer& receive : receives) check_peer(receive.peer);
@@ -107,13 +104,13 @@ class LocalCommunicator final : public Communicator {
       deliver(lock, now, next);
       if (waiting_.empty() && pending_.empty()) return;
       for (const int peer : peers_left()) {
-        if (board_->gave_up[static_cast<std::size_t>(peer)]) throw CommError(fmt::format("rank {} gave up", peer));
+        if (board_->gave_up[static_cast<std::size_t>(peer)]) raise<CommError>("rank {} gave up", peer);
       }
       if (now >= deadline) {
         const int peer = peers_left().front();
         const bool silent =
             std::any_of(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == peer; });
-        throw CommError(fmt::format("rank {} {} before the deadline", peer, silent ? "sent nothing" : "took nothing"));
+        raise<CommError>("rank {} {} before the deadline", peer, silent ? "sent nothing" : "took nothing");
       }
       board_->changed.wait_until(lock, next);
     }
@@ -157,8 +154,7 @@ class LocalCommunicator final : public Communicator {
 
   void check_peer(int peer) const {
     if (peer < 0 || peer >= size())
-      throw InvalidArgument("peer",
-                            fmt::format("peer {} of a ring of {}: ranks are 0 to {}", peer, size(), size() - 1));
+      reject("peer", "peer {} of a ring of {}: ranks are 0 to {}", peer, size(), size() - 1);
   }
 
   /// With the board's mutex held.
@@ -225,10 +221,9 @@ class LocalCommunicator final : public Communicator {
   void take(std::unique_lock<std::mutex>& lock, NoteHandle note) {
     const auto receive =
         std::find_if(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == note->source; });
-    if (note->bytes != receive->bytes) {
-      throw CommError(fmt::format("rank {} sent {} bytes, {} were expected: the ranks disagree", note->source,
-                                  note->bytes, receive->bytes));
-    }
+    if (note->bytes != receive->bytes)
+      raise<CommError>("rank {} sent {} bytes, {} were expected: the ranks disagree", note->source, note->bytes,
+                       receive->bytes);
     note->state = Note::State::copying;
     lock.unlock();
     std::exception_ptr error;
@@ -279,8 +274,7 @@ class LocalCommunicator final : public Communicator {
 
 std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults,
                                                       std::uint64_t shuffle) {
-  if (ranks < 1 || ranks > kMostRanks)
-    throw InvalidArgument("ranks", fmt::format("{} ranks: give 1 to {}, a thread for each", ranks, kMostRanks));
+  if (ranks < 1 || ranks > kMostRanks) reject("ranks", "{} ranks: give 1 to {}, a thread for each", ranks, kMostRanks);
   const auto board = std::make_shared<Board>(ranks, std::move(faults), shuffle);
   std::vector<std::shared_ptr<Communicator>> communicators;
   for (int rank = 0; rank < ranks; ++rank) communicators.push_back(std::make_shared<LocalCommunicator>(board, rank));

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "longspan/communicator.h"
-#include "longspan/error.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace {
@@ -28,7 +28,7 @@ std::string text_of(int code) {
 }
 
 void require(int code, const char* doing) {
-  if (code != MPI_SUCCESS) throw CommError(fmt::format("{}: {}", doing, text_of(code)));
+  if (code != MPI_SUCCESS) raise<CommError>("{}: {}", doing, text_of(code));
 }
 
 /// Starts MPI if nobody has, and ends it with the process. After a failure it is not ended: its pending messages might
@@ -112,8 +112,8 @@ class MpiCommunicator final : public Communicator {
         const auto silent =
             std::find_if(requests_.begin(), requests_.end(), [](const Pending& pending) { return pending.receiving; });
         const Pending& first = silent == requests_.end() ? requests_.front() : *silent;
-        throw CommError(fmt::format("rank {} {} before the deadline", first.peer,
-                                    first.receiving ? "sent nothing" : "took nothing"));
+        raise<CommError>("rank {} {} before the deadline", first.peer,
+                         first.receiving ? "sent nothing" : "took nothing");
       }
       // Ranks may share cores: after a while of looking, let others run.
       if (++idle > 200) std::this_thread::sleep_for(std::chrono::microseconds(std::min(idle, 2000) / 10));
@@ -147,7 +147,7 @@ class MpiCommunicator final : public Communicator {
   }
 
   void check(int code, int peer) const {
-    if (code != MPI_SUCCESS) throw CommError(fmt::format("rank {}: {}", peer, text_of(code)));
+    if (code != MPI_SUCCESS) raise<CommError>("rank {}: {}", peer, text_of(code));
   }
 
   bool test(Pending& pending) const {
@@ -158,8 +158,8 @@ class MpiCommunicator final : public Communicator {
       int kind = 0;
       MPI_Error_class(code, &kind);
       if (kind == MPI_ERR_TRUNCATE)
-        throw CommError(fmt::format("rank {} sent more than the {} bytes expected: the ranks disagree", pending.peer,
-                                    pending.bytes));
+        raise<CommError>("rank {} sent more than the {} bytes expected: the ranks disagree", pending.peer,
+                         pending.bytes);
       check(code, pending.peer);
     }
     if (!done) return false;
@@ -167,8 +167,8 @@ class MpiCommunicator final : public Communicator {
       int bytes = 0;
       MPI_Get_count(&status, MPI_BYTE, &bytes);
       if (bytes != pending.bytes)
-        throw CommError(fmt::format("rank {} sent {} bytes, {} were expected: the ranks disagree", pending.peer, bytes,
-                                    pending.bytes));
+        raise<CommError>("rank {} sent {} bytes, {} were expected: the ranks disagree", pending.peer, bytes,
+                         pending.bytes);
     }
     return true;
   }

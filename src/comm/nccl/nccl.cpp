@@ -12,7 +12,7 @@
 #include "comm/gpu/gpu.h"
 #include "comm/nccl/nccl_api.h"
 #include "device/error.h"
-#include "longspan/error.h"
+#include "util/reject.h"
 
 namespace longspan {
 namespace nccl {
@@ -134,7 +134,7 @@ class NcclCommunicator final : public Communicator {
   void wait(Deadline deadline) override {
     for (int idle = 0; !advance(); ++idle) {
       if (std::chrono::steady_clock::now() >= deadline)
-        throw CommError(fmt::format("{} exchanged nothing before the deadline", who()));
+        raise<CommError>("{} exchanged nothing before the deadline", who());
       pause(idle);
     }
   }
@@ -188,18 +188,16 @@ class NcclCommunicator final : public Communicator {
   void settle(int status, const char* doing, Deadline deadline) const {
     for (int idle = 0; status == kInProgress; ++idle) {
       if (std::chrono::steady_clock::now() >= deadline)
-        throw CommError(
-            fmt::format("{} as rank {} of {}: others did not come before the deadline", doing, rank_, size_));
+        raise<CommError>("{} as rank {} of {}: others did not come before the deadline", doing, rank_, size_);
       pause(idle);
       status = async_state();
     }
     if (status != kSuccess)
-      throw CommError(fmt::format("{} as rank {} of {}: NCCL says {}", doing, rank_, size_, api_.error_string(status)));
+      raise<CommError>("{} as rank {} of {}: NCCL says {}", doing, rank_, size_, api_.error_string(status));
   }
 
   void require(int status, const char* doing) const {
-    if (status != kSuccess)
-      throw CommError(fmt::format("{} with {}: NCCL says {}", doing, who(), api_.error_string(status)));
+    if (status != kSuccess) raise<CommError>("{} with {}: NCCL says {}", doing, who(), api_.error_string(status));
   }
 
   /// NCCL does not say which rank failed: those of the exchange.
@@ -230,8 +228,7 @@ const Api& api() {
 
 std::shared_ptr<Communicator> make_ring(const Api& api, const NcclId& id, int rank, int size, int device,
                                         std::chrono::milliseconds deadline) {
-  if (size < 1 || rank < 0 || rank >= size)
-    throw InvalidArgument("rank", fmt::format("rank {} of {}: ranks are 0 to size - 1", rank, size));
+  if (size < 1 || rank < 0 || rank >= size) reject("rank", "rank {} of {}: ranks are 0 to size - 1", rank, size);
   return std::make_shared<NcclCommunicator>(api, id, rank, size, device, deadline);
 }
 
@@ -240,7 +237,7 @@ std::shared_ptr<Communicator> make_ring(const Api& api, const NcclId& id, int ra
 NcclId nccl_id() {
   nccl::UniqueId unique;
   if (const int status = nccl::api().get_unique_id(&unique); status != nccl::kSuccess)
-    throw CommError(fmt::format("making an id for a ring: NCCL says {}", nccl::api().error_string(status)));
+    raise<CommError>("making an id for a ring: NCCL says {}", nccl::api().error_string(status));
   NcclId id;
   std::memcpy(id.data(), unique.internal, id.size());
   return id;

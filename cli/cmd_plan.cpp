@@ -64,7 +64,7 @@ void print_ring(const Json& ring) {
 Json describe_branch(const Plan& plan, std::size_t index) {
   const BranchPlan& branch = plan.branches()[index];
   const std::int64_t tokens = plan.problem().tokens;
-  const bool active = tokens > 0 && branch.active(tokens);
+  const bool active = branch.active(tokens);
   std::int64_t keys = 0;
   if (active && branch.head_count > 0) keys = branch.strand(branch.head_begin, 0, tokens).count;
   const double pairs = plan.pairs(index);
@@ -72,7 +72,7 @@ Json describe_branch(const Plan& plan, std::size_t index) {
                       std::ceil(static_cast<double>(tokens) / static_cast<double>(branch.dilation));
   if (branch.mask && rows > 0) keys = static_cast<std::int64_t>(std::round(pairs / rows));
   Json json = {{"index", index},
-               {"segment", std::min(branch.segment, std::max<std::int64_t>(tokens, 1))},
+               {"segment", std::min(branch.segment, tokens)},
                {"dilation", plan.pattern().branches()[index].dilation},
                {"head_begin", branch.head_begin},
                {"head_count", branch.head_count},

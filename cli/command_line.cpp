@@ -93,6 +93,13 @@ std::string message_of(const CLI::ParseError& error, const CLI::App& app, const 
     return fmt::format("unexpected argument{} '{}'", extras.size() == 1 ? "" : "s", fmt::join(extras, "' '"));
   }
   std::string message = error.what();
+  const std::string option = message.substr(0, message.find_first_of(": "));
+  if (message.find("At Most 1 required but received ") != message.npos) return option + " is given twice: give it once";
+  if (option.front() != '-' && dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {  // an argument
+    const CLI::App& command = *app.get_subcommands().front();
+    return fmt::format("longspan {} needs '{}': {}", command.get_name(), option,
+                       command.get_option(option)->get_description());
+  }
   while (!message.empty() && message.back() == '\n') message.pop_back();
   return message;
 }

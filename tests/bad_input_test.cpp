@@ -442,13 +442,13 @@ TEST(BadInput, OnlyTheLibraryMayLeaveKeysOut) {
   };
   const auto forward = [&](KeysGiven given) {
     return [&, given](auto&& on) {
-      run_forward(Attention(i.pattern), on(i.q), on(i.k), on(i.v), on(i.out), on(i.lse), i.call, given);
+      run_forward(Attention(i.pattern), {on(i.q), on(i.k), on(i.v), on(i.out), on(i.lse)}, i.call, given);
     };
   };
   const auto backward = [&](KeysGiven given) {
     return [&, given](auto&& on) {
-      run_backward(Attention(i.pattern), on(i.q), on(i.k), on(i.v), on(i.out), on(i.lse), on(i.dout), on(i.dq), {}, {},
-                   i.call, given);
+      run_backward(Attention(i.pattern),
+                   {on(i.q), on(i.k), on(i.v), on(i.out), on(i.lse), on(i.dout), on(i.dq), {}, {}}, i.call, given);
     };
   };
   const auto users = [&](auto&& on) {

@@ -61,6 +61,7 @@ OutputFile::OutputFile(const std::string& path) : path_(path), target_(final_tar
   }
   struct stat status = {};
   const bool exists = stat(path.c_str(), &status) == 0;
+  if (!exists && errno == ELOOP) fail("write", ELOOP);  // a rename would replace the link
   if (exists && S_ISDIR(status.st_mode)) {
     throw InvalidArgument(path, fmt::format("'{}' is a folder: give a file name", path));
   }

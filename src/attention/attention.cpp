@@ -1,7 +1,6 @@
 // Checks, finds the plan, lends workspace and runs the kernel.
 #include "longspan/attention.h"
 
-#include "attention/check.h"
 #include "attention/run.h"
 #include "attention/tensors.h"
 #include "longspan/threads.h"
@@ -72,22 +71,18 @@ void KernelRun::lend(const Call& call, Device device, std::size_t bytes) {
   lent_ = true;
 }
 
-SplitForward::SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
-                           const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call)
-    : prepared_(attention, check_forward(attention.options(), q, k, v, out, lse, call), Pass::forward, k, v, call,
-                KeysGiven::later),
-      q_(q),
-      k_(k),
-      v_(v),
-      out_(out),
-      lse_(lse),
-      run_(*prepared_.choice, Pass::forward,
-           ForwardArguments{*prepared_.plan, call, call.query_ranges, q, k, v, out, lse, prepared_.threads}) {}
+SplitForward::SplitForward(const Attention& attention, const ForwardTensors& tensors, const Call& call)
+    : prepared_(attention, check_forward(tensors, call), Pass::forward, tensors.k, tensors.v, call, KeysGiven::later),
+      t_(tensors),
+      run_(*prepared_.choice, Pass::forward, arguments(call)) {}
 
-void run_forward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
-                 const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call,
-                 KeysGiven given) {
-  const Problem problem = check_forward(attention.options(), q, k, v, out, lse, call);
+void SplitForward::run(const ForwardPart& part, const Call& call) {
+  if (t_.q.batch() > 0 && t_.q.rows() > 0) run_(&Kernel::forward, arguments(call, &part));
+}
+
+void run_forward(const Attention& attention, const ForwardTensors& tensors, const Call& call, KeysGiven given) {
+  const auto& [q, k, v, out, lse] = tensors;
+  const Problem problem = check_forward(tensors, call);
   if (call.report) *call.report = {};
   PreparedCall prepared(attention, problem, Pass::forward, k, v, call, given);
   if (problem.batch == 0 || problem.query_rows == 0) return;
@@ -96,11 +91,9 @@ void run_forward(const Attention& attention, const ConstTensorView& q, const Con
   KernelRun(*prepared.choice, Pass::forward, arguments)(&Kernel::forward, arguments);
 }
 
-void run_backward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
-                  const ConstTensorView& v, const ConstTensorView& out, const ConstTensorView& lse,
-                  const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
-                  const Call& call, KeysGiven given) {
-  const Problem problem = check_backward(attention.options(), q, k, v, out, lse, dout, dq, dk, dv, call);
+void run_backward(const Attention& attention, const BackwardTensors& tensors, const Call& call, KeysGiven given) {
+  const auto& [q, k, v, out, lse, dout, dq, dk, dv] = tensors;
+  const Problem problem = check_backward(attention.options(), tensors, call);
   if (call.report) *call.report = {};
   PreparedCall prepared(attention, problem, Pass::backward, k, v, call, given);
   if (problem.batch == 0 || problem.tokens == 0) return;
@@ -117,13 +110,13 @@ void run_backward(const Attention& attention, const ConstTensorView& q, const Co
 
 void Attention::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                         const TensorView& out, const TensorView& lse, const Call& call) const {
-  run_forward(*this, q, k, v, out, lse, call, KeysGiven::all);
+  run_forward(*this, {q, k, v, out, lse}, call, KeysGiven::all);
 }
 
 void Attention::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                          const ConstTensorView& out, const ConstTensorView& lse, const ConstTensorView& dout,
                          const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call) const {
-  run_backward(*this, q, k, v, out, lse, dout, dq, dk, dv, call, KeysGiven::all);
+  run_backward(*this, {q, k, v, out, lse, dout, dq, dk, dv}, call, KeysGiven::all);
 }
 
 }  // namespace longspan

@@ -313,8 +313,8 @@ void check_piece_gradients(const ConstTensorView& q, const Call& call) {
 
 }  // namespace
 
-Problem check_forward(const Options&, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                      const TensorView& out, const TensorView& lse, const Call& call) {
+Problem check_forward(const ForwardTensors& tensors, const Call& call) {
+  const auto& [q, k, v, out, lse] = tensors;
   check_shapes(q, k, v, call);
   check_like("out", out, q.dtype, q, q, "q");
   if (lse.given()) check_lse("lse", lse, q);
@@ -332,10 +332,8 @@ void check_inspection(const ConstTensorView& q, const ConstTensorView& k, const 
   check_call(q, k, call);
 }
 
-Problem check_backward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,
-                       const ConstTensorView& v, const ConstTensorView& out, const ConstTensorView& lse,
-                       const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
-                       const Call& call) {
+Problem check_backward(const Options& options, const BackwardTensors& tensors, const Call& call) {
+  const auto& [q, k, v, out, lse, dout, dq, dk, dv] = tensors;
   check_shapes(q, k, v, call);
   for (const Named& tensor : {Named{"out", out}, {"dout", dout}, {"dq", dq}})
     check_like(tensor.name, tensor.view, q.dtype, q, q, "q");

@@ -5,14 +5,18 @@
 
 namespace longspan {
 
-/// Everything that docs/definition.md, section 9.1, refuses in a forward call. Returns the problem it poses.
-Problem check_forward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,
-                      const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call);
+struct ForwardTensors {
+  ConstTensorView q, k, v;
+  TensorView out, lse;
+};
+struct BackwardTensors {
+  ConstTensorView q, k, v, out, lse, dout;
+  TensorView dq, dk, dv;
+};
 
-Problem check_backward(const Options& options, const ConstTensorView& q, const ConstTensorView& k,
-                       const ConstTensorView& v, const ConstTensorView& out, const ConstTensorView& lse,
-                       const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
-                       const Call& call);
+/// Everything that docs/definition.md, section 9.1, refuses in a call. Returns the problem it poses.
+Problem check_forward(const ForwardTensors& tensors, const Call& call);
+Problem check_backward(const Options& options, const BackwardTensors& tensors, const Call& call);
 
 /// The same for calls that only look at q and k. `any_columns`: block means are taken of any head dim.
 void check_inspection(const ConstTensorView& q, const ConstTensorView& k, const Call& call, bool any_columns = false);

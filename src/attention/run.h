@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/call_masks.h"
+#include "attention/check.h"
 #include "attention/kernel_choice.h"
 #include "device/scratch.h"
 
@@ -12,13 +13,8 @@ namespace longspan {
 /// pieces are added between the two parts of a forward.
 enum class KeysGiven { all, some, later };
 
-void run_forward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
-                 const ConstTensorView& v, const TensorView& out, const TensorView& lse, const Call& call,
-                 KeysGiven given);
-void run_backward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k,
-                  const ConstTensorView& v, const ConstTensorView& out, const ConstTensorView& lse,
-                  const ConstTensorView& dout, const TensorView& dq, const TensorView& dk, const TensorView& dv,
-                  const Call& call, KeysGiven given);
+void run_forward(const Attention& attention, const ForwardTensors& tensors, const Call& call, KeysGiven given);
+void run_backward(const Attention& attention, const BackwardTensors& tensors, const Call& call, KeysGiven given);
 
 /// A call whose tensors were checked: its plan, which has the masks of the call, and its query ranges.
 class PreparedCall {
@@ -70,20 +66,19 @@ class KernelRun {
 /// A forward in two parts, for a ring: first what needs no remote row, then the rest. The calls differ in their pieces.
 class SplitForward {
  public:
-  SplitForward(const Attention& attention, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-               const TensorView& out, const TensorView& lse, const Call& call);
+  SplitForward(const Attention& attention, const ForwardTensors& tensors, const Call& call);
   /// Whether the kernel that takes the call can stop between them.
   bool possible() const { return run_.kernel.runs_parts; }
-  void run(const ForwardPart& part, const Call& call) {
-    if (q_.batch() == 0 || q_.rows() == 0) return;
-    run_(&Kernel::forward,
-         {*prepared_.plan, call, call.query_ranges, q_, k_, v_, out_, lse_, prepared_.threads, nullptr, &part});
-  }
+  void run(const ForwardPart& part, const Call& call);
 
  private:
+  ForwardArguments arguments(const Call& call, const ForwardPart* part = nullptr) const {
+    return {*prepared_.plan, call,   call.query_ranges, t_.q,    t_.k, t_.v,
+            t_.out,          t_.lse, prepared_.threads, nullptr, part};
+  }
+
   PreparedCall prepared_;
-  ConstTensorView q_, k_, v_;
-  TensorView out_, lse_;
+  ForwardTensors t_;
   KernelRun run_;
 };
 

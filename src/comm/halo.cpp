@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <optional>
 
-#include "attention/run.h"
 #include "comm/ring_state.h"
 #include "plan/exchange_runs.h"
 #include "plan/row_ranges.h"
@@ -163,7 +162,7 @@ void add_halo_pieces(std::vector<KeyPiece>& pieces, const ExchangePlan& exchange
 void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, RingClock& clock,
                                const ForwardTensors& t, const Call& call, RingHalo* keep) {
   const ExchangePlan& exchange = *plan.exchange;
-  const ConstTensorView k = shape_only(t.k, shards.tokens()), v = shape_only(t.v, shards.tokens());
+  const ForwardTensors whole = of_sequence(t);
   Messages messages;
   clock.working("pack", [&] { messages = make_messages(exchange, rules.memory, ranges(), t.k, t.v); });
   messages.count(report);
@@ -180,15 +179,14 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
       inner.query_ranges = own.positions;
       inner.pieces = pieces;
       progress.apply(inner, own.count(), travelling);
-      attention.forward(rows_of(t.q, own.row, own.count()), k, v, rows_of(t.out, own.row, own.count()),
-                        rows_of(t.lse, own.row, own.count()), inner);
+      const auto of = [&](const auto& view) { return rows_of(view, own.row, own.count()); };
+      attention.forward(of(t.q), whole.k, whole.v, of(t.out), of(t.lse), inner);
     }
   };
   // By branches where the kernel can stop between them, else by rows.
-  Call ranged = call;
-  ranged.query_ranges = ranges();
+  Call ranged = with_ranges(call, ranges());
   ranged.pieces = pieces;
-  SplitForward by_branch(attention, t.q, k, v, t.out, t.lse, ranged);
+  SplitForward by_branch(attention, whole, ranged);
   if (!rows.remote.empty() && by_branch.possible()) {
     const WindowsByNeed windows = split_windows(*plan.plan, exchange, ranges());
     progress.apply(ranged, shards.rows(rank) / 2, &step);

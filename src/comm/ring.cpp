@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "attention/check.h"
 #include "comm/ring_state.h"
 #include "longspan/version.h"
 #include "plan/key_rows.h"
@@ -186,13 +185,15 @@ void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k,
     throw Unsupported("a ring over CPU tensors: this communicator moves GPU memory only; use a local or an MPI ring");
 }
 
-void Ring::State::check_shard(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                              const TensorView& out, const TensorView& lse, const Call& call) const {
-  const std::vector<KeyPiece> own = own_pieces(ranges(), k, v);
+ForwardTensors Ring::State::of_sequence(const ForwardTensors& t) const {
+  return {t.q, shape_only(t.k, shards.tokens()), shape_only(t.v, shards.tokens()), t.out, t.lse};
+}
+
+void Ring::State::check_shard(const ForwardTensors& t, const Call& call) const {
+  const std::vector<KeyPiece> own = own_pieces(ranges(), t.k, t.v);
   Call ranged = with_ranges(call, ranges());
   ranged.pieces = own;
-  check_forward(attention.options(), q, shape_only(k, shards.tokens()), shape_only(v, shards.tokens()), out, lse,
-                ranged);
+  check_forward(of_sequence(t), ranged);
 }
 
 void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
@@ -205,10 +206,10 @@ void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const Con
     const RingClock clock(state.report);
     return state.attention.forward(q, k, v, out, lse, reported.call);
   }
-  state.check_shard(q, k, v, out, lse, call);
+  const ForwardTensors tensors{q, k, v, out, lse};
+  state.check_shard(tensors, call);
   const auto plan = state.plan(whole_problem(q, k, call, state.shards.tokens()));
   const MessageRules rules = state.rules(*plan, call, Pass::forward, true);
-  const ForwardTensors tensors{q, k, v, out, lse};
   RingClock clock(state.report, rules.memory);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*state.communicator, rules, "ring forward"); });
   if (plan->rounds(Pass::forward)) state.rounds_forward(*plan, rules, clock, tensors, reported.call);
@@ -229,11 +230,11 @@ void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const Co
   // Checked as a call on the shard alone, whose dk and dv have k's rows; then what speaks of the whole sequence.
   Call shard_call = call;
   shard_call.lengths = shard_call.key_mask = {};
-  check_backward(state.attention.options(), q, k, v, out, lse, dout, dq, dk, dv, shard_call);
-  state.check_shard(q, k, v, dq, {}, call);
+  const BackwardTensors tensors{q, k, v, out, lse, dout, dq, dk, dv};
+  check_backward(state.attention.options(), tensors, shard_call);
+  state.check_shard({q, k, v, dq, {}}, call);
   const auto plan = state.plan(whole_problem(q, k, call, state.shards.tokens()));
   const MessageRules rules = state.rules(*plan, call, Pass::backward, !kept || kept->empty());
-  const BackwardTensors tensors{q, k, v, out, lse, dout, dq, dk, dv};
   RingClock clock(state.report, rules.memory);
   clock.waiting("compare ranks", [&] { MessageStep::greet(*state.communicator, rules, "ring backward"); });
   if (plan->rounds(Pass::backward)) state.rounds_backward(*plan, rules, clock, tensors, reported.call);

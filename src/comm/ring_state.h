@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "attention/run.h"
 #include "comm/messages.h"
 #include "comm/shard_rows.h"
 #include "longspan/ring.h"
@@ -101,15 +102,6 @@ struct RingPlan {
   bool rounds(Pass pass) const { return in_rounds[static_cast<int>(pass)]; }
 };
 
-struct ForwardTensors {
-  ConstTensorView q, k, v;
-  TensorView out, lse;
-};
-struct BackwardTensors {
-  ConstTensorView q, k, v, out, lse, dout;
-  TensorView dq, dk, dv;
-};
-
 struct Ring::State {
   Attention attention;
   std::shared_ptr<Communicator> communicator;
@@ -124,8 +116,9 @@ struct Ring::State {
   MessageRules rules(const RingPlan& plan, const Call& call, Pass pass, bool fetch) const;
   void check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const Call& call) const;
   /// Checks tensors as those of the whole sequence, of which this rank has its shard.
-  void check_shard(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
-                   const TensorView& lse, const Call& call) const;
+  void check_shard(const ForwardTensors& t, const Call& call) const;
+  /// The same with k and v of the whole sequence, without memory.
+  ForwardTensors of_sequence(const ForwardTensors& t) const;
   std::span<const RowRange> ranges() const { return shards.ranges(rank); }
 
   void halo_forward(const RingPlan& plan, const MessageRules& rules, RingClock& clock, const ForwardTensors& t,

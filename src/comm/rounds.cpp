@@ -8,7 +8,6 @@
 #include <limits>
 #include <optional>
 
-#include "attention/run.h"
 #include "comm/ring_state.h"
 #include "longspan/error.h"
 #include "plan/exchange_runs.h"
@@ -344,8 +343,8 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.memory.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           const TensorView& to_lse, MessageStep* travelling) {
-    run_forward(unpadded, q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()), to,
-                to_lse, calls.only(pieces, positions, travelling), KeysGiven::some);
+    run_forward(unpadded, of_sequence({q.view(), k.view(), v.view(), to, to_lse}),
+                calls.only(pieces, positions, travelling), KeysGiven::some);
   };
   const auto local = [&](MessageStep* travelling) {
     attend(own_pieces(ranges(), k.view(), v.view()), ranges(), out.view(), lse.view(), travelling);
@@ -377,9 +376,17 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
   RoundCalls calls(call, ranges(), shards.tokens(), t.q.batch(), !rules.memory.on_gpu());
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           MessageStep* travelling) {
-    run_backward(unpadded, q.view(), shape_only(k.view(), shards.tokens()), shape_only(v.view(), shards.tokens()),
-                 out.view(), t.lse, dout.view(), to, {}, {}, calls.only(pieces, positions, travelling),
-                 KeysGiven::some);
+    run_backward(unpadded,
+                 {q.view(),
+                  shape_only(k.view(), shards.tokens()),
+                  shape_only(v.view(), shards.tokens()),
+                  out.view(),
+                  t.lse,
+                  dout.view(),
+                  to,
+                  {},
+                  {}},
+                 calls.only(pieces, positions, travelling), KeysGiven::some);
   };
   const auto local = [&](MessageStep* travelling) {
     attend(own_pieces(ranges(), k.view(), v.view(), dk.view(), dv.view()), ranges(), dq.view(), travelling);

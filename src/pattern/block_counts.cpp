@@ -14,7 +14,7 @@ namespace {
 using Kind = BlockTerm::Kind;
 constexpr std::size_t kMostSummands = 1024;
 constexpr std::int64_t kMostListed = 1 << 22;  // distances: tens of milliseconds
-constexpr double kMostDrawn = 1 << 28;  // random words: a fraction of a second
+constexpr double kMostDrawn = 1 << 28;         // random words: a fraction of a second
 constexpr std::int64_t kSampledRows = 1 << 14;
 
 /// Sum over u in [0, n) of floor((a u + b) / m), for a, b >= 0.
@@ -134,8 +134,8 @@ WideInteger RegularBlocks::lower(std::int64_t n) const {
     // The key blocks of row I that are not global lie up to I - global away.
     const std::int64_t first = round_up(rows.reach + terms_.global + 1, rows.modulus);
     if (first >= n) continue;
-    sum -= rows.coefficient *
-           unseen(first - terms_.global, rows.modulus, (n - 1 - first) / rows.modulus + 1, rows.reach);
+    sum -=
+        rows.coefficient * unseen(first - terms_.global, rows.modulus, (n - 1 - first) / rows.modulus + 1, rows.reach);
   }
   return sum;
 }

@@ -7,11 +7,11 @@
 #include <algorithm>
 #include <limits>
 #include <mutex>
+#include <numeric>
 #include <optional>
 
 #include "pattern/block_counts.h"
 #include "pattern/block_recipe.h"
-#include "pattern/block_size.h"
 #include "pattern/kept_beside_mask.h"
 #include "util/hash.h"
 #include "util/reject.h"
@@ -19,55 +19,48 @@
 namespace longspan {
 
 struct BlockMask::Lists {
-  int block_size = 0;
-  std::int64_t heads = 0;
-  std::int64_t blocks = 0;
-  mutable std::vector<std::int64_t> offsets;  // heads * blocks + 1
-  mutable std::vector<std::int32_t> columns;
-  // Where there is a recipe, offsets and columns are made from it when they are first needed.
-  std::optional<BlockRecipe> recipe;
+  Lists(int size, std::int64_t of_heads, std::int64_t of_blocks, BlockLists rows)
+      : block_size(size), heads(of_heads), blocks(of_blocks), lists(std::move(rows)) {}
+  explicit Lists(BlockRecipe of)
+      : block_size(of.block_size), heads(of.mask_heads()), blocks(of.blocks()), recipe(std::move(of)), made(false) {}
+
+  int block_size;
+  std::int64_t heads, blocks;
+  std::optional<BlockRecipe> recipe;  // where there is one, lists are made from it when they are first needed
+  mutable BlockLists lists;
   mutable std::atomic<bool> made = true;
   mutable std::mutex making;
-
   mutable std::once_flag transposed, hashed;
-  mutable std::vector<std::int64_t> row_offsets;  // the transposed lists: block rows of each key block
-  mutable std::vector<std::int32_t> rows;
+  mutable BlockLists columns;  // transposed: block rows of each key block
   mutable std::uint64_t hash = 0;
   mutable std::mutex keeping;
   mutable std::vector<std::pair<std::uint64_t, std::shared_ptr<const void>>> kept;
 
   void transpose() const {
-    row_offsets.assign(offsets.size(), 0);
-    rows.resize(columns.size());
-    for (std::int64_t head = 0; head < heads; ++head) {
-      std::int64_t* const counts = row_offsets.data() + head * blocks;  // first counts, then first entries, then ends
-      for (std::int64_t i = offsets[at(head, 0)]; i < offsets[at(head + 1, 0)]; ++i)
-        ++counts[columns[static_cast<std::size_t>(i)] + 1];
-      counts[0] = offsets[at(head, 0)];
-      for (std::int64_t block = 0; block < blocks; ++block) counts[block + 1] += counts[block];
-    }
-    std::vector<std::int64_t> next(row_offsets.begin(), row_offsets.end() - 1);
-    for (std::int64_t head = 0; head < heads; ++head) {
-      for (std::int64_t row = 0; row < blocks; ++row) {
-        for (std::int64_t i = offsets[at(head, row)]; i < offsets[at(head, row) + 1]; ++i) {
-          rows[static_cast<std::size_t>(next[at(head, columns[static_cast<std::size_t>(i)])]++)] =
-              static_cast<std::int32_t>(row);
-        }
+    const auto for_each_block = [&](auto&& body) {
+      for (std::int64_t index = 0; index < heads * blocks; ++index) {
+        const std::int64_t first = index / blocks * blocks;  // of the head
+        for (const std::int32_t column : lists.of(index)) body(static_cast<std::size_t>(first + column), index - first);
       }
-    }
-  }
-  std::size_t at(std::int64_t head, std::int64_t block) const {
-    return static_cast<std::size_t>(head * blocks + block);
+    };
+    columns.offsets.assign(lists.offsets.size(), 0);
+    columns.columns.resize(lists.columns.size());
+    for_each_block([&](std::size_t column, std::int64_t) { ++columns.offsets[column + 1]; });
+    std::partial_sum(columns.offsets.begin(), columns.offsets.end(), columns.offsets.begin());
+    std::vector<std::int64_t> next = columns.offsets;
+    for_each_block([&](std::size_t column, std::int64_t row) {
+      columns.columns[static_cast<std::size_t>(next[column]++)] = static_cast<std::int32_t>(row);
+    });
   }
   void check_block(const char* name, std::int64_t block) const {
     if (block < 0 || block >= blocks) reject(name, "{} {}: the mask has {} blocks", name, block, blocks);
   }
   /// Where the list of a block row (or column) begins; a mask of one head serves all.
-  std::size_t index_of(const char* name, std::int64_t head, std::int64_t block) const {
+  std::int64_t index_of(const char* name, std::int64_t head, std::int64_t block) const {
     check_block(name, block);
-    if (heads == 1) return at(0, block);
+    if (heads == 1) return block;
     if (head < 0 || head >= heads) reject("head", "head {}: the mask has {} heads", head, heads);
-    return at(head, block);
+    return head * blocks + block;
   }
 };
 
@@ -97,33 +90,18 @@ BlockMask::BlockMask(std::shared_ptr<const Lists> lists) : lists_(std::move(list
 
 BlockMask BlockMask::trusted(int block_size, std::int64_t heads, std::int64_t blocks, std::vector<std::int64_t> offsets,
                              std::vector<std::int32_t> columns) {
-  auto lists = std::make_shared<Lists>();
-  lists->block_size = block_size;
-  lists->heads = heads;
-  lists->blocks = blocks;
-  lists->offsets = std::move(offsets);
-  lists->columns = std::move(columns);
-  return BlockMask(std::move(lists));
+  return BlockMask(
+      std::make_shared<const Lists>(block_size, heads, blocks, BlockLists{std::move(offsets), std::move(columns)}));
 }
 
-BlockMask BlockMask::planned(BlockRecipe recipe) {
-  auto lists = std::make_shared<Lists>();
-  lists->block_size = recipe.block_size;
-  lists->heads = recipe.mask_heads();
-  lists->blocks = recipe.blocks();
-  lists->made = false;
-  lists->recipe = std::move(recipe);
-  return BlockMask(std::move(lists));
-}
+BlockMask BlockMask::planned(BlockRecipe recipe) { return BlockMask(std::make_shared<const Lists>(std::move(recipe))); }
 
 void BlockMask::make_lists(const std::atomic<bool>* cancel) const {
   const Lists& lists = *lists_;
   if (lists.made.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(lists.making);
   if (lists.made.load(std::memory_order_relaxed)) return;
-  auto [offsets, columns] = longspan::make_lists(*lists.recipe, cancel);
-  lists.offsets = std::move(offsets);
-  lists.columns = std::move(columns);
+  lists.lists = longspan::make_lists(*lists.recipe, cancel);
   lists.made.store(true, std::memory_order_release);
 }
 
@@ -212,9 +190,7 @@ std::int64_t BlockMask::blocks() const { return lists_->blocks; }
 
 std::span<const std::int32_t> BlockMask::row(std::int64_t head, std::int64_t block_row) const {
   const Lists& lists = made();
-  const std::size_t index = lists.index_of("block_row", head, block_row);
-  const std::int64_t begin = lists.offsets[index];
-  return {lists.columns.data() + begin, static_cast<std::size_t>(lists.offsets[index + 1] - begin)};
+  return lists.lists.of(lists.index_of("block_row", head, block_row));
 }
 
 std::vector<std::int32_t> BlockMask::make_row(std::int64_t head, std::int64_t block_row) const {
@@ -228,9 +204,7 @@ std::vector<std::int32_t> BlockMask::make_row(std::int64_t head, std::int64_t bl
 std::span<const std::int32_t> BlockMask::column(std::int64_t head, std::int64_t block_column) const {
   const Lists& lists = made();
   std::call_once(lists.transposed, [&] { lists.transpose(); });
-  const std::size_t index = lists.index_of("block_column", head, block_column);
-  const std::int64_t begin = lists.row_offsets[index];
-  return {lists.rows.data() + begin, static_cast<std::size_t>(lists.row_offsets[index + 1] - begin)};
+  return lists.columns.of(lists.index_of("block_column", head, block_column));
 }
 
 bool BlockMask::active(std::int64_t head, std::int64_t block_row, std::int64_t block_column) const {
@@ -263,7 +237,7 @@ BlockList BlockMask::visible_column(std::int64_t head, std::int64_t block_column
   return {seen.subspan(partial), seen.subspan(0, partial)};
 }
 
-std::int64_t BlockMask::active_blocks() const { return static_cast<std::int64_t>(made().columns.size()); }
+std::int64_t BlockMask::active_blocks() const { return static_cast<std::int64_t>(made().lists.columns.size()); }
 
 BlockCount BlockMask::count_blocks() const {
   if (const auto counts = lists_->recipe ? BlockCounts::of(*lists_->recipe) : std::nullopt) {
@@ -333,18 +307,17 @@ BlockMask BlockMask::operator-(const BlockMask& other) const {
 bool BlockMask::operator==(const BlockMask& other) const {
   if (lists_ == other.lists_) return true;
   if (block_size() != other.block_size() || heads() != other.heads() || blocks() != other.blocks()) return false;
-  const Lists &own = made(), &others = other.made();
-  return own.offsets == others.offsets && own.columns == others.columns;
+  return made().lists == other.made().lists;
 }
 
 std::uint64_t BlockMask::hash() const {
   const Lists& lists = made();
   std::call_once(lists.hashed, [&] {
     Hasher hasher;
-    hasher.add(static_cast<std::uint64_t>(lists.block_size));
-    hasher.add(static_cast<std::uint64_t>(lists.heads));
-    for (const std::int64_t offset : lists.offsets) hasher.add(static_cast<std::uint64_t>(offset));
-    for (const std::int32_t column : lists.columns) hasher.add(static_cast<std::uint64_t>(column));
+    hasher.add(lists.block_size);
+    hasher.add(lists.heads);
+    for (const std::int64_t offset : lists.lists.offsets) hasher.add(offset);
+    for (const std::int32_t column : lists.lists.columns) hasher.add(column);
     lists.hash = hasher.value();
   });
   return lists.hash;

@@ -7,7 +7,6 @@
 
 #include "longspan/limits.h"
 #include "pattern/block_recipe.h"
-#include "pattern/block_size.h"
 #include "util/hash.h"
 #include "util/reject.h"
 
@@ -54,10 +53,6 @@ void check_term(const BlockTerm& term) {
   }
 }
 
-BlockTerm make_term(Kind kind, std::vector<std::int64_t> numbers, double density = 0, std::uint64_t seed = 0) {
-  return {kind, std::move(numbers), density, seed};
-}
-
 }  // namespace
 
 BlockPattern::BlockPattern(int block_size, std::vector<BlockTerm> terms)
@@ -67,29 +62,29 @@ BlockPattern::BlockPattern(int block_size, std::vector<BlockTerm> terms)
 BlockPattern::BlockPattern(BlockMask mask) : block_size_(mask.block_size()), custom_(std::move(mask)) {}
 
 BlockPattern BlockPattern::local_window(std::int64_t window, int block_size) {
-  return {block_size, {make_term(Kind::local_window, {window})}};
+  return {block_size, {{Kind::local_window, {window}}}};
 }
 BlockPattern BlockPattern::strided(std::int64_t stride, int block_size) {
-  return {block_size, {make_term(Kind::strided, {stride})}};
+  return {block_size, {{Kind::strided, {stride}}}};
 }
 BlockPattern BlockPattern::dilated_sparse(const std::vector<std::int64_t>& rates, int block_size) {
-  return {block_size, {make_term(Kind::dilated_sparse, rates)}};
+  return {block_size, {{Kind::dilated_sparse, rates}}};
 }
 BlockPattern BlockPattern::global_local(std::int64_t global_tokens, std::int64_t window, int block_size) {
   check_at_least("global_tokens", global_tokens, 0);
-  return {block_size, {make_term(Kind::global_local, {global_tokens, window})}};
+  return {block_size, {{Kind::global_local, {global_tokens, window}}}};
 }
 BlockPattern BlockPattern::hierarchical(const std::vector<std::pair<std::int64_t, std::int64_t>>& levels,
                                         int block_size) {
   std::vector<std::int64_t> numbers;
   for (const auto& [stride, window] : levels) numbers.insert(numbers.end(), {stride, window});
-  return {block_size, {make_term(Kind::hierarchical, std::move(numbers))}};
+  return {block_size, {{Kind::hierarchical, std::move(numbers)}}};
 }
 BlockPattern BlockPattern::random(double density, std::uint64_t seed, int block_size) {
-  return {block_size, {make_term(Kind::random, {}, density, seed)}};
+  return {block_size, {{Kind::random, {}, density, seed}}};
 }
 BlockPattern BlockPattern::adaptive(double density, int block_size) {
-  return {block_size, {make_term(Kind::adaptive, {}, density)}};
+  return {block_size, {{Kind::adaptive, {}, density}}};
 }
 BlockPattern BlockPattern::bigbird(std::int64_t global_tokens, std::int64_t window, double density, std::uint64_t seed,
                                    int block_size) {
@@ -165,10 +160,10 @@ BlockMask BlockPattern::entry_mask(std::int64_t rows, std::int64_t heads, bool c
 
 std::uint64_t BlockPattern::hash() const {
   Hasher hasher;
-  hasher.add(static_cast<std::uint64_t>(block_size_));
+  hasher.add(block_size_);
   for (const BlockTerm& term : terms_) {
     hasher.add(static_cast<std::uint64_t>(term.kind) << 32 | term.numbers.size());
-    for (const std::int64_t number : term.numbers) hasher.add(static_cast<std::uint64_t>(number));
+    for (const std::int64_t number : term.numbers) hasher.add(number);
     hasher.add(term.density);
     hasher.add(term.seed);
   }

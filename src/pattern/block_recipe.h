@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -49,6 +50,12 @@ struct RegularTerms {
 struct BlockLists {
   std::vector<std::int64_t> offsets;  ///< mask heads * blocks + 1
   std::vector<std::int32_t> columns;
+
+  std::span<const std::int32_t> of(std::int64_t index) const {
+    const std::int64_t* const begin = offsets.data() + index;
+    return {columns.data() + begin[0], static_cast<std::size_t>(begin[1] - begin[0])};
+  }
+  bool operator==(const BlockLists&) const = default;
 };
 
 /// Why the lists would be too long to be made; empty where they can be.

@@ -141,15 +141,10 @@ class BlockText {
       if (word.back() != ')') reader_.fail(word, "has no closing parenthesis at its end");
       arguments = split(word.substr(open + 1, word.size() - open - 2), ",:");
     }
-    const auto integer = [&](std::size_t index, std::int64_t otherwise) {
-      return index < arguments.size() ? reader_.number<std::int64_t>(word, arguments[index]) : otherwise;
+    const auto argument = [&]<class Number>(std::size_t index, Number otherwise) {
+      return index < arguments.size() ? reader_.number<Number>(word, arguments[index]) : otherwise;
     };
-    const auto density = [&](std::size_t index, double otherwise) {
-      return index < arguments.size() ? reader_.number<double>(word, arguments[index]) : otherwise;
-    };
-    const auto seed = [&](std::size_t index) {
-      return index < arguments.size() ? reader_.number<std::uint64_t>(word, arguments[index]) : std::uint64_t{0};
-    };
+    const auto integer = [&](std::size_t index, std::int64_t otherwise) { return argument(index, otherwise); };
     const auto expect = [&](std::size_t least, std::size_t most) {
       if (arguments.size() >= least && arguments.size() <= most) return;
       reader_.fail(word, least == most ? fmt::format("needs {} number{}", least, least == 1 ? "" : "s")
@@ -157,7 +152,8 @@ class BlockText {
     };
     if (name == "bigbird") {
       expect(0, 4);
-      return BlockPattern::bigbird(integer(0, -1), integer(1, -1), density(2, 0.05), seed(3), block_size_);
+      return BlockPattern::bigbird(integer(0, -1), integer(1, -1), argument(2, 0.05), argument(3, std::uint64_t{0}),
+                                   block_size_);
     }
     if (name == "longformer") {
       expect(0, 2);
@@ -167,12 +163,12 @@ class BlockText {
     for (const TermName& known : kTerms) {
       if (known.name != name) continue;
       expect(known.least, known.most);
-      if (known.kind == Kind::random) return BlockPattern::random(density(0, 0), seed(1), block_size_);
-      if (known.kind == Kind::adaptive) return BlockPattern::adaptive(density(0, 0), block_size_);
-      if (known.kind == Kind::hierarchical && arguments.empty()) {
+      if (known.kind == Kind::random)
+        return BlockPattern::random(argument(0, 0.0), argument(1, std::uint64_t{0}), block_size_);
+      if (known.kind == Kind::adaptive) return BlockPattern::adaptive(argument(0, 0.0), block_size_);
+      if (known.kind == Kind::hierarchical && arguments.empty())
         return BlockPattern::hierarchical({{64, 256}, {256, 1024}, {1024, -1}}, block_size_);
-      }
-      BlockTerm result{known.kind, {}, 0, 0};
+      BlockTerm result{known.kind};
       for (std::size_t i = 0; i < arguments.size(); ++i) {
         const bool limit = is_limit(known.kind, i), up_to = limit && arguments[i].starts_with(kUpTo);
         if (up_to) arguments[i].remove_prefix(kUpTo.size());

@@ -88,14 +88,14 @@ void Pattern::check() const {
 
 std::uint64_t Pattern::hash() const {
   Hasher hasher;
-  hasher.add(static_cast<std::uint64_t>(assignment_));
-  hasher.add(static_cast<std::uint64_t>(phase_rule_));
-  hasher.add(static_cast<std::uint64_t>(long_segments_));
-  hasher.add(static_cast<std::uint64_t>(pad_keys_));
+  hasher.add(assignment_);
+  hasher.add(phase_rule_);
+  hasher.add(long_segments_);
+  hasher.add(pad_keys_);
   hasher.add(output_scale_);
   for (const Branch& branch : branches_) {
-    hasher.add(static_cast<std::uint64_t>(branch.segment));
-    hasher.add(static_cast<std::uint64_t>(branch.dilation));
+    hasher.add(branch.segment);
+    hasher.add(branch.dilation);
     hasher.add(branch.mask ? branch.mask->hash() : 0);
   }
   return hasher.value();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "longspan/plan.h"
@@ -34,6 +35,35 @@ inline QueryRun query_run(const Strand& strand, const RowRange& range, std::int6
   return strands::query_run<std::int64_t>({strand.start, strand.stride, strand.count}, range.start, range.count,
                                           q_first);
 }
+
+/// Rows of the strand whose position lies below `position`.
+inline std::int64_t rows_below(const Strand& strand, std::int64_t position) {
+  return query_run(strand, {0, position}).count;
+}
+
+/// The positions that a branch covers for one head, as a list that is never written out.
+class CoveredRows {
+ public:
+  CoveredRows(const BranchPlan& branch, std::int64_t head, std::int64_t tokens)
+      : branch_(branch), head_(head), tokens_(tokens), per_segment_(strand(0).count) {}
+
+  Strand strand(std::int64_t segment) const { return branch_.strand(head_, segment, tokens_); }
+  /// How many lie below `position`.
+  std::int64_t below(std::int64_t position) const {
+    const std::int64_t segment = position / branch_.segment;
+    return segment * per_segment_ + rows_below(strand(segment), position);
+  }
+  /// Segment and row in its strand of the covered row with this index.
+  std::pair<std::int64_t, std::int64_t> at(std::int64_t index) const {
+    const std::int64_t segment =
+        std::min(index / std::max<std::int64_t>(per_segment_, 1), branch_.segments(tokens_) - 1);
+    return {segment, index - segment * per_segment_};
+  }
+
+ private:
+  const BranchPlan& branch_;
+  std::int64_t head_, tokens_, per_segment_;
+};
 
 /// Calls body(first, last) for runs of rows of a strand, ascending, that some of its queries `rows` attend to in some
 /// of the batch entries [first_entry, last_entry), as block mask and causality leave them.

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 
 #include "longspan/exchange.h"
@@ -13,39 +14,41 @@
 namespace longspan {
 namespace {
 
-/// Whether queries of `range` in the segment that begins at `begin` may need a row outside the range.
-bool leaves(const RowRange& range, std::int64_t begin, std::int64_t end, bool causal) {
-  return begin < range.start || (!causal && end > range.start + range.count);
+/// Calls body(segment, begin, end) for the segments of a branch in which queries of `range` may need a row outside the
+/// range: the first or the last one, since those between lie within it.
+template <class Body>
+void for_each_shared_segment(const Plan& plan, const BranchPlan& branch, const RowRange& range, Body&& body) {
+  const std::int64_t tokens = plan.problem().tokens;
+  if (!branch.active(tokens)) return;
+  for (const std::int64_t segment :
+       std::set<std::int64_t>{range.start / branch.segment, (end_of(range) - 1) / branch.segment}) {
+    const std::int64_t begin = segment * branch.segment, end = std::min(branch.segment, tokens - begin) + begin;
+    if (begin < range.start || (!plan.options().causal && end > end_of(range))) body(segment, begin, end);
+  }
 }
 
 /// For each key/value head, the rows that `owner` owns and queries of `rank` attend to.
 std::vector<std::vector<Progression>> needed(const Plan& plan, const Shards& shards, int rank, int owner) {
   const Problem& problem = plan.problem();
-  const std::int64_t group = problem.heads / problem.kv_heads, tokens = problem.tokens;
+  const std::int64_t group = problem.heads / problem.kv_heads;
   std::vector<std::vector<Progression>> sets(static_cast<std::size_t>(problem.kv_heads));
   for (const BranchPlan& branch : plan.branches()) {
-    if (!branch.active(tokens)) continue;
     for (const RowRange& range : shards.ranges(rank)) {
-      const std::int64_t first_segment = range.start / branch.segment,
-                         last_segment = (range.start + range.count - 1) / branch.segment;
-      // Segments between the first and the last lie within the range.
-      for (const std::int64_t segment : std::set<std::int64_t>{first_segment, last_segment}) {
-        const std::int64_t begin = segment * branch.segment, end = std::min(branch.segment, tokens - begin) + begin;
-        if (!leaves(range, begin, end, plan.options().causal)) continue;
+      for_each_shared_segment(plan, branch, range, [&](std::int64_t segment, std::int64_t, std::int64_t) {
         for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
-          const Strand strand = branch.strand(head, segment, tokens);
+          const Strand strand = branch.strand(head, segment, problem.tokens);
           const QueryRun queries = query_run(strand, range);
           if (queries.count == 0) continue;
-          for_each_attended(branch, 0, problem.batch, head, strand, queries, plan.options().causal,
-                            [&](std::int64_t first, std::int64_t last) {
-                              const Progression keys{strand.start + first * strand.stride, strand.stride, last - first};
-                              for (const RowRange& theirs : shards.ranges(owner)) {
-                                const Progression part = clip(keys, theirs.start, theirs.start + theirs.count);
-                                if (part.count > 0) sets[static_cast<std::size_t>(head / group)].push_back(part);
-                              }
-                            });
+          const auto add = [&](std::int64_t first, std::int64_t last) {
+            const Progression keys{strand.start + first * strand.stride, strand.stride, last - first};
+            for (const RowRange& theirs : shards.ranges(owner)) {
+              const Progression rows = clip(keys, theirs.start, end_of(theirs));
+              if (rows.count > 0) sets[static_cast<std::size_t>(head / group)].push_back(rows);
+            }
+          };
+          for_each_attended(branch, 0, problem.batch, head, strand, queries, plan.options().causal, add);
         }
-      }
+      });
     }
   }
   return sets;
@@ -76,23 +79,13 @@ std::int64_t gathered_pairs(const Plan& plan, const Shards& shards, int rank) {
   std::int64_t pairs = 0;
   for (const BranchPlan& branch : plan.branches()) {
     if (!branch.active(problem.tokens) || std::min(branch.segment, problem.tokens) <= shards.rows(rank)) continue;
-    std::set<std::pair<std::int64_t, std::int64_t>> strands;  // key/value head and phase
-    for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
-      strands.insert({head / group, branch.phase(head)});
-    }
-    for (const auto& strand : strands) {
-      const std::int64_t phase = strand.second;
-      // Rows of [0, end) with this phase: whole segments, and what is left.
-      const auto rows_before = [&](std::int64_t end) {
-        const std::int64_t size = std::min(branch.segment, problem.tokens);
-        const auto in_segment = [&](std::int64_t rows) {
-          return phase < rows ? strands::ceil_divide(rows - phase, branch.dilation) : 0;
-        };
-        return size == 0 ? 0 : end / size * in_segment(size) + in_segment(end % size);
-      };
-      pairs += rows_before(problem.tokens);
-      for (const RowRange& own : shards.ranges(rank))
-        pairs -= rows_before(own.start + own.count) - rows_before(own.start);
+    std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> heads;  // of a key/value head and a phase, one
+    for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head)
+      heads.try_emplace({head / group, branch.phase(head)}, head);
+    for (const auto& [strands, head] : heads) {
+      const CoveredRows rows(branch, head, problem.tokens);
+      pairs += rows.below(problem.tokens);
+      for (const RowRange& own : shards.ranges(rank)) pairs -= rows.below(end_of(own)) - rows.below(own.start);
     }
   }
   return pairs;
@@ -133,21 +126,22 @@ void add_far_blocks(RowRanges& far, const Plan& plan, const BranchPlan& branch, 
 
 /// Positions of a rank whose queries need no remote row in a branch.
 RowRanges local_rows(const Plan& plan, const BranchPlan& branch, std::span<const RowRange> owned) {
-  const std::int64_t tokens = plan.problem().tokens;
   RowRanges far;
   for (const RowRange& range : owned) {
-    if (!branch.active(tokens) || range.count == 0) continue;
-    for (const std::int64_t segment :
-         std::set<std::int64_t>{range.start / branch.segment, (end_of(range) - 1) / branch.segment}) {
-      const std::int64_t begin = segment * branch.segment, end = std::min(branch.segment, tokens - begin) + begin;
-      if (!leaves(range, begin, end, plan.options().causal)) continue;
+    for_each_shared_segment(plan, branch, range, [&](std::int64_t segment, std::int64_t begin, std::int64_t end) {
       const std::int64_t first = std::max(begin, range.start);
       if (branch.mask) add_far_blocks(far, plan, branch, owned, range, segment);
       else far.push_back({first, std::min(end, end_of(range)) - first});
-    }
+    });
   }
   std::sort(far.begin(), far.end(), [](const RowRange& a, const RowRange& b) { return a.start < b.start; });
   return rows_without(owned, far);
+}
+
+std::int64_t total(const std::vector<ExchangePeer>& peers, std::int64_t ExchangePeer::*pairs) {
+  std::int64_t sum = 0;
+  for (const ExchangePeer& peer : peers) sum += peer.*pairs;
+  return sum;
 }
 
 }  // namespace
@@ -174,17 +168,8 @@ ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(
     local_ranges_.push_back(local_rows(plan, branch, shards_.ranges(rank)));
 }
 
-std::int64_t ExchangePlan::send_pairs() const {
-  std::int64_t pairs = 0;
-  for (const ExchangePeer& peer : peers_) pairs += peer.send_pairs;
-  return pairs;
-}
-
-std::int64_t ExchangePlan::receive_pairs() const {
-  std::int64_t pairs = 0;
-  for (const ExchangePeer& peer : peers_) pairs += peer.receive_pairs;
-  return pairs;
-}
+std::int64_t ExchangePlan::send_pairs() const { return total(peers_, &ExchangePeer::send_pairs); }
+std::int64_t ExchangePlan::receive_pairs() const { return total(peers_, &ExchangePeer::receive_pairs); }
 
 std::string ExchangePlan::to_string() const {
   std::string text =

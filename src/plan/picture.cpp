@@ -1,5 +1,6 @@
 // Drawing plans: counts keys of a few rows per cell, by strand arithmetic and block rows, never pair by pair.
 #include "longspan/picture.h"
+#include "plan/branch.h"
 #include "util/reject.h"
 
 #include <fmt/format.h>
@@ -13,13 +14,7 @@ constexpr std::int64_t kRowsPerCell = 16;                    // looked at, sprea
 constexpr double kMostEntries = 1 << 28;                     // of block rows that are made for one picture
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 26;  // a row of these takes a fraction of a second
 
-constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
-
-/// Rows of the strand whose position lies below `position`.
-std::int64_t rows_below(const Strand& strand, std::int64_t position) {
-  if (position <= strand.start) return 0;
-  return std::min(ceil_divide(position - strand.start, strand.stride), strand.count);
-}
+using strands::ceil_divide;
 
 /// Adds `weight` for each key of strand rows [begin, end) to the cells they lie in.
 void add_keys(const Strand& strand, std::int64_t begin, std::int64_t end, std::int64_t cell, double weight,
@@ -31,30 +26,6 @@ void add_keys(const Strand& strand, std::int64_t begin, std::int64_t end, std::i
     begin = stop;
   }
 }
-
-/// The positions that a branch covers for one head, as a list that is never written out.
-class CoveredRows {
- public:
-  CoveredRows(const BranchPlan& branch, std::int64_t head, std::int64_t tokens)
-      : branch_(branch), head_(head), tokens_(tokens), per_segment_(strand(0).count) {}
-
-  Strand strand(std::int64_t segment) const { return branch_.strand(head_, segment, tokens_); }
-  /// How many lie below `position`.
-  std::int64_t below(std::int64_t position) const {
-    const std::int64_t segment = position / branch_.segment;
-    return segment * per_segment_ + rows_below(strand(segment), position);
-  }
-  /// Segment and row in its strand of the covered row with this index.
-  std::pair<std::int64_t, std::int64_t> at(std::int64_t index) const {
-    const std::int64_t segment =
-        std::min(index / std::max<std::int64_t>(per_segment_, 1), branch_.segments(tokens_) - 1);
-    return {segment, index - segment * per_segment_};
-  }
-
- private:
-  const BranchPlan& branch_;
-  std::int64_t head_, tokens_, per_segment_;
-};
 
 /// Counts the attended pairs of one row of cells.
 class CellRow {

@@ -189,30 +189,24 @@ BlockCount Plan::count_pairs(std::size_t index) const {
 PlanTotals Plan::totals() const {
   PlanTotals totals;
   const std::int64_t length = problem_.tokens;
+  const double batch = static_cast<double>(problem_.batch), heads = static_cast<double>(problem_.heads);
   for (std::size_t i = 0; i < branches_.size(); ++i) {
     const BlockCount counted = count_pairs(i);
     totals.pairs += counted.value;
     totals.exact = totals.exact && counted.exact;
     const BranchPlan& branch = branches_[i];
-    if (length == 0 || !branch.active(length)) continue;
-    const std::int64_t segments = branch.segments(length);
-    for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
-      totals.strand_rows +=
-          static_cast<double>(problem_.batch) *
-          (static_cast<double>(segments - 1) * static_cast<double>(branch.strand(head, 0, length).count) +
-           static_cast<double>(branch.strand(head, segments - 1, length).count));
-    }
+    if (!branch.active(length)) continue;
+    for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head)
+      totals.strand_rows += batch * static_cast<double>(CoveredRows(branch, head, length).below(length));
   }
   const double rows = static_cast<double>(length);
-  totals.dense_pairs = static_cast<double>(problem_.batch) * static_cast<double>(problem_.heads) *
-                       (options_.causal ? rows * (rows + 1) / 2 : rows * rows);
+  totals.dense_pairs = batch * heads * (options_.causal ? rows * (rows + 1) / 2 : rows * rows);
   const double head_dim = static_cast<double>(problem_.head_dim);
   totals.forward_flops = 4 * totals.pairs * head_dim;
   totals.backward_flops = 10 * totals.pairs * head_dim;
-  const double batch = static_cast<double>(problem_.batch);
   const double element = static_cast<double>(size_of(problem_.dtype));
-  const double query = batch * static_cast<double>(problem_.query_rows) * static_cast<double>(problem_.heads);
-  const double key = batch * static_cast<double>(length) * static_cast<double>(problem_.kv_heads);
+  const double query = batch * static_cast<double>(problem_.query_rows) * heads;
+  const double key = batch * rows * static_cast<double>(problem_.kv_heads);
   totals.forward_bytes = (2 * query + 2 * key) * head_dim * element + 4 * query;
   totals.backward_bytes = (4 * query + 4 * key) * head_dim * element + 4 * query;
   return totals;

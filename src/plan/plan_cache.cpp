@@ -14,17 +14,12 @@ std::uint64_t hash_of(const PlanSpecification& specification, const Problem& pro
   hasher.add(specification.hash);
   for (const std::int64_t value :
        {problem.batch, problem.tokens, problem.query_rows, problem.heads, problem.kv_heads, problem.head_dim,
-        std::int64_t{problem.alignment}, std::int64_t{problem.device.index}}) {
-    hasher.add(static_cast<std::uint64_t>(value));
-  }
+        std::int64_t{problem.alignment}, std::int64_t{problem.device.index}})
+    hasher.add(value);
   hasher.add(static_cast<std::uint64_t>(problem.dtype) | static_cast<std::uint64_t>(problem.device.type) << 8 |
              std::uint64_t{problem.has_lengths} << 16 | std::uint64_t{problem.has_key_mask} << 17 |
              std::uint64_t{problem.has_alibi} << 18 | std::uint64_t{problem.has_pieces} << 19);
   return hasher.value();
-}
-
-bool same(const PlanSpecification& a, const PlanSpecification& b) {
-  return &a == &b || (a.hash == b.hash && a.options == b.options && a.pattern == b.pattern);
 }
 
 }  // namespace
@@ -36,10 +31,14 @@ PlanCache& PlanCache::instance() {
 
 std::shared_ptr<const Plan> PlanCache::find(std::uint64_t hash, const PlanSpecification& specification,
                                             const Problem& problem) {
+  const auto same = [&](const PlanSpecification& other) {
+    return &other == &specification || (other.hash == specification.hash && other.options == specification.options &&
+                                        other.pattern == specification.pattern);
+  };
   const auto [begin, end] = index_.equal_range(hash);
   for (auto candidate = begin; candidate != end; ++candidate) {
     Entry& entry = *candidate->second;
-    if (entry.problem == problem && same(*entry.specification, specification)) {
+    if (entry.problem == problem && same(*entry.specification)) {
       entries_.splice(entries_.begin(), entries_, candidate->second);
       return entry.plan;
     }
@@ -77,13 +76,8 @@ PlanCache::Entries PlanCache::evict_to(std::size_t limit) {
   Entries evicted;
   while (statistics_.bytes > limit && !entries_.empty()) {
     const auto last = std::prev(entries_.end());
-    const auto [begin, end] = index_.equal_range(last->hash);
-    for (auto candidate = begin; candidate != end; ++candidate) {
-      if (candidate->second == last) {
-        index_.erase(candidate);
-        break;
-      }
-    }
+    auto [indexed, end] = index_.equal_range(last->hash);
+    index_.erase(std::find_if(indexed, end, [&](const auto& candidate) { return candidate.second == last; }));
     statistics_.bytes -= last->bytes;
     ++statistics_.evictions;
     evicted.splice(evicted.begin(), entries_, last);

@@ -71,7 +71,9 @@ grep -Eq "no kernel can run this forward.*(cuda:60|GPU|left out of this build)" 
 expect 2 "^longspan: " "$longspan"
 expect 2 "did you mean bench\?" "$longspan" bnch
 expect 2 "did you mean --tokens\?" "$longspan" plan --token 5
-expect 2 "" "$longspan" bench
+expect 2 "bench needs 'what': dilated .* or dense;" "$longspan" bench --repeat 0
+expect 2 "^longspan: --batch is given twice: give it once;" "$longspan" plan --batch 1 --batch 1
+expect 2 "^longspan: --repeat is given twice: give it once;" "$longspan" bench dense --repeat 1 --repeats 2
 expect 2 "" "$longspan" bench sparse
 expect 2 "" "$longspan" attend --q a.npy
 expect 2 "unexpected argument 'extra'" "$longspan" plan extra

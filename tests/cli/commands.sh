@@ -38,6 +38,11 @@ has '"pairs": 2048.0' # 8 heads of 16 x 16
 expect 0 "" "$longspan" plan --tokens 128K
 has "131,072 tokens"
 expect 0 "" "$longspan" plan --tokens 0
+! grep -q skipped stdout || fail "branches of an empty sequence are skipped: $(cat stdout)"
+# Strides with very many common multiples are counted all the same, without lists of their blocks.
+strides=$(for prime in 2 3 5 7 11 13 17 19 23 29 31 37 41 43 47 53; do printf '+strided(%d)' $((64 * prime)); done)
+expect 0 "" timeout 20 "$longspan" plan --tokens 16M --pattern "${strides#+}" --json
+has '"exact": true'
 # Block patterns of any length are counted, not listed: exactly, or by the expected number of random blocks.
 for pattern in 'local_window(512)' 'strided(4096)+global_local(64,512)' hierarchical; do
   expect 0 "" timeout 20 "$longspan" plan --tokens 1T --pattern "$pattern" --json

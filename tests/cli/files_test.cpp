@@ -67,6 +67,13 @@ ArrayHeader read_safe(const std::string& file, const std::string& name) {
   return read_safetensors_header(bytes, "test.safetensors", name, {});
 }
 
+TEST_F(Files, ACircleOfLinksIsNotReplaced) {
+  fs::create_symlink("circle.npy", path("circle.npy"));
+  EXPECT_THROW(OutputFile(path("circle.npy")), IoError);
+  EXPECT_TRUE(fs::is_symlink(path("circle.npy")));
+  EXPECT_EQ(entries(), 1u);
+}
+
 TEST_F(Files, EveryTypeAndShapeComesBack) {
   const std::vector<std::vector<std::int64_t>> shapes = {{}, {3}, {2, 3}, {1, 4, 2, 8}, {0, 5}};
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::f64, DType::i32, DType::i64, DType::boolean}) {

@@ -117,6 +117,29 @@ TEST(Fault, ADeadRankIsNamedByEveryoneItExchangesWith) {
   }
 }
 
+TEST(Fault, ALateRankNamesTheDeadOneAndNotThoseWhoLeftBecauseOfIt) {
+  const auto ring = local_ring(4);
+  char byte = 0;
+  const auto error_of = [&](int rank, std::vector<int> sources) {
+    std::vector<ReceiveBuffer> receives;
+    for (const int source : sources) receives.push_back({source, &byte, 1, {}});
+    std::string message = "none";
+    const auto& own = ring[static_cast<std::size_t>(rank)];
+    own->begin({}, receives);
+    try {
+      own->wait(Clock::now() + std::chrono::seconds(20));
+    } catch (const CommError& error) {
+      message = error.what();
+    }
+    own->abort();
+    return message;
+  };
+  ring[3]->abort();
+  EXPECT_EQ(error_of(1, {3}), "rank 3 gave up");
+  EXPECT_EQ(error_of(2, {1, 3}), "rank 3 gave up") << "rank 1 left because of it";
+  EXPECT_EQ(error_of(0, {1}), "rank 3 failed, so rank 1 gave up");
+}
+
 TEST(Fault, ASilentRankIsNamedByTheDeadline) {
   const Outcome outcome =
       run_with({{Kind::stall, 1, -1, 1, std::chrono::milliseconds(2500)}}, 3, std::chrono::milliseconds(700));

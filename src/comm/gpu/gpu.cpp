@@ -21,12 +21,10 @@ namespace {
 template <class Key, class Thing>
 class Spare {
  public:
-  /// The first thing whose key is at least (exactly, if `exact`) the one asked for.
-  bool take(const Key& key, bool exact, Key& found, Thing& thing) {
+  bool take(const Key& key, Thing& thing) {
     const std::lock_guard lock(mutex_);
-    const auto at = spare_.lower_bound(key);
-    if (at == spare_.end() || (exact && at->first != key)) return false;
-    found = at->first;
+    const auto at = spare_.find(key);
+    if (at == spare_.end()) return false;
     thing = at->second;
     spare_.erase(at);
     return true;
@@ -40,15 +38,8 @@ class Spare {
   std::mutex mutex_;
   std::multimap<Key, Thing> spare_;
 };
-
-Spare<std::size_t, std::byte*>& spare_memory() {
-  static auto* const list = new Spare<std::size_t, std::byte*>;
-  return *list;
-}
-Spare<int, cudaStream_t>& spare_streams() {
-  static auto* const list = new Spare<int, cudaStream_t>;
-  return *list;
-}
+auto& spare_memory = *new Spare<std::size_t, std::byte*>;
+auto& spare_streams = *new Spare<int, cudaStream_t>;
 
 /// A power of two, so that messages of changing sizes find memory of earlier ones.
 std::size_t rounded(std::size_t bytes) {
@@ -58,13 +49,13 @@ std::size_t rounded(std::size_t bytes) {
 }
 
 template <class View>
-Places places(const View& view) {
+StridedRows rows_of(const View& view) {
   const std::int64_t size = size_of(view.dtype);
   return {static_cast<char*>(const_cast<void*>(static_cast<const void*>(view.data))), view.strides[0] * size,
           view.strides[1] * size, view.strides[2] * size};
 }
 
-bool aligned(const Places& where) {
+bool aligned(const StridedRows& where) {
   return (reinterpret_cast<std::uintptr_t>(where.data) | static_cast<std::uint64_t>(where.batch) |
           static_cast<std::uint64_t>(where.row) | static_cast<std::uint64_t>(where.head)) %
              16 ==
@@ -121,21 +112,20 @@ void over_rows(const TensorView& target, void* stream, const char* doing, Start&
 
 PinnedLease::PinnedLease(std::size_t bytes) {
   if (bytes == 0) return;
-  if (spare_memory().take(rounded(bytes), true, bytes_, data_)) return;
   bytes_ = rounded(bytes);
+  if (spare_memory.take(bytes_, data_)) return;
   void* memory = nullptr;
   cuda::check(cudaHostAlloc(&memory, bytes_, cudaHostAllocPortable), "host memory for messages of a ring");
   data_ = static_cast<std::byte*>(memory);
 }
 
 PinnedLease::~PinnedLease() {
-  if (data_) spare_memory().give_back(bytes_, data_);
+  if (data_) spare_memory.give_back(bytes_, data_);
 }
 
 SideStream::SideStream(int device) : device_(device) {
-  int found = device;
   cudaStream_t stream = nullptr;
-  if (!spare_streams().take(device, true, found, stream)) {
+  if (!spare_streams.take(device, stream)) {
     const cuda::DeviceGuard guard(device);
     // Not blocking: the legacy default stream, which callers may use, would hold it up.
     cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream for messages of a ring");
@@ -144,7 +134,7 @@ SideStream::SideStream(int device) : device_(device) {
 }
 
 SideStream::~SideStream() {
-  if (stream_) spare_streams().give_back(device_, static_cast<cudaStream_t>(stream_));
+  if (stream_) spare_streams.give_back(device_, static_cast<cudaStream_t>(stream_));
 }
 
 void copy(void* target, const void* source, std::size_t bytes, int device, void* stream) {
@@ -178,7 +168,7 @@ bool busy(int device, void* stream) {
 void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
           const ConstTensorView& k, const ConstTensorView& v, void* stream) {
   with_runs(runs, ranges, k, stream, "packing a message of a ring", [&](const MessageRuns& there) {
-    const Places from_k = places(k), from_v = places(v);
+    const StridedRows from_k = rows_of(k), from_v = rows_of(v);
     const int bytes = static_cast<int>(k.columns() * size_of(k.dtype));
     return start_pack(reinterpret_cast<char*>(payload), there, from_k, from_v, bytes,
                       bytes % 16 == 0 && aligned(from_k) && aligned(from_v), static_cast<cudaStream_t>(stream));
@@ -188,34 +178,28 @@ void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const
 void add_gradients(const std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
                    const TensorView& dk, const TensorView& dv, void* stream) {
   with_runs(runs, ranges, dk, stream, "adding gradients of a ring", [&](const MessageRuns& there) {
-    return start_add(reinterpret_cast<const float*>(payload), there, places(dk), places(dv),
+    return start_add(reinterpret_cast<const float*>(payload), there, rows_of(dk), rows_of(dv),
                      static_cast<int>(dk.columns()), static_cast<cudaStream_t>(stream));
   });
 }
 
 void convert(const TensorView& target, const ConstTensorView& source, void* stream) {
   over_rows(target, stream, "converting rows of a ring", [&](const RowCounts& counts, cudaStream_t queue) {
-    return start_convert(target.dtype, places(target), source.dtype, places(source), counts, queue);
-  });
-}
-
-void clear(const TensorView& target, void* stream) {
-  over_rows(target, stream, "clearing rows of a ring", [&](const RowCounts& counts, cudaStream_t queue) {
-    return start_convert(target.dtype, places(target), DType::f32, {}, counts, queue);
+    return start_convert(target.dtype, rows_of(target), source.dtype, rows_of(source), counts, queue);
   });
 }
 
 void add(const TensorView& target, const ConstTensorView& source, void* stream) {
   over_rows(target, stream, "adding rows of a ring", [&](const RowCounts& counts, cudaStream_t queue) {
-    return start_sum(places(target), places(source), counts, queue);
+    return start_sum(rows_of(target), rows_of(source), counts, queue);
   });
 }
 
 void mix(const TensorView& out, const TensorView& lse, const ConstTensorView& more_out, const ConstTensorView& more_lse,
          void* stream) {
   over_rows(out, stream, "mixing rows of a ring", [&](const RowCounts& counts, cudaStream_t queue) {
-    return start_mix(places(out), places(lse), more_out.given() ? places(more_out) : Places{}, places(more_lse), counts,
-                     queue);
+    return start_mix(rows_of(out), rows_of(lse), more_out.given() ? rows_of(more_out) : StridedRows{},
+                     rows_of(more_lse), counts, queue);
   });
 }
 

@@ -58,7 +58,6 @@ void pack(std::byte* payload, std::span<const ExchangeRun> runs, std::span<const
 void add_gradients(const std::byte* payload, std::span<const ExchangeRun> runs, std::span<const RowRange> ranges,
                    const TensorView& dk, const TensorView& dv, void* stream);
 void convert(const TensorView& target, const ConstTensorView& source, void* stream);
-void clear(const TensorView& target, void* stream);
 /// target += source, float32.
 void add(const TensorView& target, const ConstTensorView& source, void* stream);
 /// (out, lse) becomes the mix of itself and a further part, float32; no more_out: of zeros.

@@ -16,17 +16,18 @@ using cuda::run_kernel;
 
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 
-__device__ __forceinline__ char* row_at(const Places& where, std::int64_t entry, std::int64_t row, std::int64_t head) {
+__device__ __forceinline__ char* row_at(const StridedRows& where, std::int64_t entry, std::int64_t row,
+                                        std::int64_t head) {
   return where.data + entry * where.batch + row * where.row + head * where.head;
 }
 
-struct PairPlace {
+struct PairRows {
   std::int64_t message_k, message_v;  // rows of the message
   std::int64_t row;
   int head;
 };
 
-__device__ __forceinline__ PairPlace find(const MessageRuns& all, std::int64_t pair, std::int64_t entry) {
+__device__ __forceinline__ PairRows find(const MessageRuns& all, std::int64_t pair, std::int64_t entry) {
   int low = 0, high = all.count - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -42,16 +43,16 @@ __device__ __forceinline__ PairPlace find(const MessageRuns& all, std::int64_t p
 }
 
 template <class Unit>
-__global__ void __launch_bounds__(kThreads) pack_rows(char* payload, MessageRuns all, Places k, Places v, int units) {
+__global__ void __launch_bounds__(kThreads)
+    pack_rows(char* payload, MessageRuns all, StridedRows k, StridedRows v, int units) {
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (flat >= all.pairs * all.batch) return;
   const std::int64_t entry = flat / all.pairs;
-  const PairPlace at = find(all, flat - entry * all.pairs, entry);
-  const Unit *const from_k = reinterpret_cast<const Unit*>(row_at(k, entry, at.row, at.head)),
-                    *const from_v = reinterpret_cast<const Unit*>(row_at(v, entry, at.row, at.head));
-  Unit *const to_k = reinterpret_cast<Unit*>(payload) + at.message_k * units, *const to_v =
-                                                                                  reinterpret_cast<Unit*>(payload) +
-                                                                                  at.message_v * units;
+  const PairRows at = find(all, flat - entry * all.pairs, entry);
+  const auto* const from_k = reinterpret_cast<const Unit*>(row_at(k, entry, at.row, at.head));
+  const auto* const from_v = reinterpret_cast<const Unit*>(row_at(v, entry, at.row, at.head));
+  auto* const to_k = reinterpret_cast<Unit*>(payload) + at.message_k * units;
+  auto* const to_v = reinterpret_cast<Unit*>(payload) + at.message_v * units;
   for (int i = threadIdx.x % kWarp; i < units; i += kWarp) {
     to_k[i] = from_k[i];
     to_v[i] = from_v[i];
@@ -59,15 +60,13 @@ __global__ void __launch_bounds__(kThreads) pack_rows(char* payload, MessageRuns
 }
 
 __global__ void __launch_bounds__(kThreads)
-    add_rows(const float* payload, MessageRuns all, Places dk, Places dv, int columns) {
+    add_rows(const float* payload, MessageRuns all, StridedRows dk, StridedRows dv, int columns) {
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (flat >= all.pairs * all.batch) return;
   const std::int64_t entry = flat / all.pairs;
-  const PairPlace at = find(all, flat - entry * all.pairs, entry);
-  float *const to_k = reinterpret_cast<float*>(row_at(dk, entry, at.row, at.head)), *const to_v =
-                                                                                        reinterpret_cast<float*>(
-                                                                                            row_at(dv, entry, at.row,
-                                                                                                   at.head));
+  const PairRows at = find(all, flat - entry * all.pairs, entry);
+  auto* const to_k = reinterpret_cast<float*>(row_at(dk, entry, at.row, at.head));
+  auto* const to_v = reinterpret_cast<float*>(row_at(dv, entry, at.row, at.head));
   for (int i = threadIdx.x % kWarp; i < columns; i += kWarp) {
     to_k[i] += payload[at.message_k * columns + i];
     to_v[i] += payload[at.message_v * columns + i];
@@ -92,23 +91,22 @@ struct Element {
         head(flat / columns % heads),
         column(static_cast<int>(flat % columns)) {}
   template <class T>
-  __device__ __forceinline__ T* in(const Places& where) const {
+  __device__ __forceinline__ T* in(const StridedRows& where) const {
     return reinterpret_cast<T*>(row_at(where, entry, row, head)) + column;
   }
 };
 
-/// Zero where there is no source.
 template <class To, class From>
-__global__ void __launch_bounds__(kThreads)
-    convert_rows(Places to, Places from, std::int64_t rows, std::int64_t heads, std::int64_t elements, int columns) {
+__global__ void __launch_bounds__(kThreads) convert_rows(StridedRows to, StridedRows from, std::int64_t rows,
+                                                         std::int64_t heads, std::int64_t elements, int columns) {
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (flat >= elements) return;
   const Element at(flat, rows, heads, columns);
-  store(at.in<To>(to), from.data ? load(at.in<From>(from)) : 0.0f);
+  store(at.in<To>(to), load(at.in<From>(from)));
 }
 
-__global__ void __launch_bounds__(kThreads)
-    sum_rows(Places to, Places from, std::int64_t rows, std::int64_t heads, std::int64_t elements, int columns) {
+__global__ void __launch_bounds__(kThreads) sum_rows(StridedRows to, StridedRows from, std::int64_t rows,
+                                                     std::int64_t heads, std::int64_t elements, int columns) {
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (flat >= elements) return;
   const Element at(flat, rows, heads, columns);
@@ -117,8 +115,8 @@ __global__ void __launch_bounds__(kThreads)
 
 /// A warp for each row. Two empty parts stay empty.
 __global__ void __launch_bounds__(kThreads)
-    mix_rows(Places out, Places lse, Places more_out, Places more_lse, std::int64_t rows, std::int64_t heads,
-             std::int64_t count, int columns) {
+    mix_rows(StridedRows out, StridedRows lse, StridedRows more_out, StridedRows more_lse, std::int64_t rows,
+             std::int64_t heads, std::int64_t count, int columns) {
   const std::int64_t flat = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (flat >= count) return;
   const Element at(flat, rows, heads, 1);
@@ -160,20 +158,20 @@ unsigned blocks(std::int64_t items, std::int64_t per_block) {
 
 }  // namespace
 
-cudaError_t start_pack(char* payload, const MessageRuns& runs, const Places& k, const Places& v, int bytes,
+cudaError_t start_pack(char* payload, const MessageRuns& runs, const StridedRows& k, const StridedRows& v, int bytes,
                        bool aligned, cudaStream_t stream) {
   const unsigned count = blocks(runs.pairs * runs.batch, kWarps);
   if (aligned) return run_kernel(pack_rows<uint4>, count, kThreads, 0, stream, payload, runs, k, v, bytes / 16);
   return run_kernel(pack_rows<std::uint16_t>, count, kThreads, 0, stream, payload, runs, k, v, bytes / 2);
 }
 
-cudaError_t start_add(const float* payload, const MessageRuns& runs, const Places& dk, const Places& dv, int columns,
-                      cudaStream_t stream) {
+cudaError_t start_add(const float* payload, const MessageRuns& runs, const StridedRows& dk, const StridedRows& dv,
+                      int columns, cudaStream_t stream) {
   return run_kernel(add_rows, blocks(runs.pairs * runs.batch, kWarps), kThreads, 0, stream, payload, runs, dk, dv,
                     columns);
 }
 
-cudaError_t start_convert(DType to_dtype, const Places& to, DType from_dtype, const Places& from,
+cudaError_t start_convert(DType to_dtype, const StridedRows& to, DType from_dtype, const StridedRows& from,
                           const RowCounts& counts, cudaStream_t stream) {
   const std::int64_t elements = counts.rows_of_all() * counts.columns;
   const auto run = [&](auto* kernel) {
@@ -187,14 +185,14 @@ cudaError_t start_convert(DType to_dtype, const Places& to, DType from_dtype, co
   return run(convert_rows<float, float>);
 }
 
-cudaError_t start_sum(const Places& to, const Places& from, const RowCounts& counts, cudaStream_t stream) {
+cudaError_t start_sum(const StridedRows& to, const StridedRows& from, const RowCounts& counts, cudaStream_t stream) {
   const std::int64_t elements = counts.rows_of_all() * counts.columns;
   return run_kernel(sum_rows, blocks(elements, kThreads), kThreads, 0, stream, to, from, counts.rows, counts.heads,
                     elements, counts.columns);
 }
 
-cudaError_t start_mix(const Places& out, const Places& lse, const Places& more_out, const Places& more_lse,
-                      const RowCounts& counts, cudaStream_t stream) {
+cudaError_t start_mix(const StridedRows& out, const StridedRows& lse, const StridedRows& more_out,
+                      const StridedRows& more_lse, const RowCounts& counts, cudaStream_t stream) {
   const std::int64_t count = counts.rows_of_all();
   return run_kernel(mix_rows, blocks(count, kWarps), kThreads, 0, stream, out, lse, more_out, more_lse, counts.rows,
                     counts.heads, count, counts.columns);

@@ -34,7 +34,6 @@ void add_gradients(const std::byte*, std::span<const ExchangeRun>, std::span<con
   refuse();
 }
 void convert(const TensorView&, const ConstTensorView&, void*) { refuse(); }
-void clear(const TensorView&, void*) { refuse(); }
 void add(const TensorView&, const ConstTensorView&, void*) { refuse(); }
 void mix(const TensorView&, const TensorView&, const ConstTensorView&, const ConstTensorView&, void*) { refuse(); }
 void add_checksum(std::uint64_t*, const std::byte*, std::size_t, bool, int, void*) { refuse(); }

@@ -1,4 +1,4 @@
-// Threads as ranks. A message is a note on a shared board: the receiver copies from the sender's buffer, so that a rank
+// Threads as ranks. Messages wait on a shared board: the receiver copies from the sender's buffer, so that a rank
 // that stays silent is missed by those it sends to as well as by those it receives from.
 #include <algorithm>
 #include <condition_variable>
@@ -8,6 +8,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "comm/gpu/gpu.h"
 #include "longspan/communicator.h"
@@ -22,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kMostRanks = 4096;
 
-struct Note {
+struct Message {
   int source = 0, target = 0;
   std::uint64_t number = 0;  // of the messages from source to target
   const std::byte* data = nullptr;
@@ -52,21 +53,22 @@ void copy(void* target, Device target_device, const void* source, Device source_
 
 struct Board {
   Board(int count, std::vector<LocalFault> list, std::uint64_t seed)
-      : ranks(count),
-        faults(std::move(list)),
-        random(seed),
-        shuffled(seed != 0),
-        gave_up(static_cast<std::size_t>(count)) {}
+      : ranks(count), faults(std::move(list)), random(seed), shuffled(seed != 0) {
+    gave_up.reserve(static_cast<std::size_t>(count));
+  }
 
   const int ranks;
   const std::vector<LocalFault> faults;
   std::mutex mutex;
   std::condition_variable changed;
-  std::list<Note> notes;
+  std::list<Message> messages;
   std::mt19937_64 random;
   const bool shuffled;
   std::uint64_t posted = 0;
-  std::vector<bool> gave_up;  // ranks that aborted
+  struct GaveUp {
+    int rank, because_of;
+  };
+  std::vector<GaveUp> gave_up;  // ranks that aborted, the first one first
 };
 
 class LocalCommunicator final : public Communicator {
@@ -74,6 +76,7 @@ class LocalCommunicator final : public Communicator {
   LocalCommunicator(std::shared_ptr<Board> board, int rank)
       : board_(std::move(board)),
         rank_(rank),
+        failed_(rank),
         sent_(static_cast<std::size_t>(board_->ranks)),
         received_(sent_.size()) {}
   // A rank that leaves (its thread ended, perhaps by an error of its own) is not waited for.
@@ -103,14 +106,19 @@ class LocalCommunicator final : public Communicator {
       Clock::time_point next = deadline;
       deliver(lock, now, next);
       if (waiting_.empty() && pending_.empty()) return;
-      for (const int peer : peers_left()) {
-        if (board_->gave_up[static_cast<std::size_t>(peer)]) raise<CommError>("rank {} gave up", peer);
+      const std::vector<int> peers = peers_left();
+      // The first who gave up, since later ones may have done so because of it.
+      for (const auto& [peer, because_of] : board_->gave_up) {
+        if (!std::binary_search(peers.begin(), peers.end(), peer)) continue;
+        failed_ = because_of == rank_ ? peer : because_of;
+        if (failed_ == peer) raise<CommError>("rank {} gave up", peer);
+        raise<CommError>("rank {} failed, so rank {} gave up", failed_, peer);
       }
       if (now >= deadline) {
-        const int peer = peers_left().front();
+        failed_ = peers.front();
         const bool silent =
-            std::any_of(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == peer; });
-        raise<CommError>("rank {} {} before the deadline", peer, silent ? "sent nothing" : "took nothing");
+            std::any_of(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == failed_; });
+        raise<CommError>("rank {} {} before the deadline", failed_, silent ? "sent nothing" : "took nothing");
       }
       board_->changed.wait_until(lock, next);
     }
@@ -129,10 +137,10 @@ class LocalCommunicator final : public Communicator {
 
   void abort() noexcept override {
     std::unique_lock lock(board_->mutex);
-    board_->gave_up[static_cast<std::size_t>(rank_)] = true;
-    for (const auto& note : pending_) {
-      board_->changed.wait(lock, [&] { return note->state != Note::State::copying; });
-      board_->notes.erase(note);
+    if (!std::exchange(aborted_, true)) board_->gave_up.push_back({rank_, failed_});
+    for (const auto& message : pending_) {
+      board_->changed.wait(lock, [&] { return message->state != Message::State::copying; });
+      board_->messages.erase(message);
     }
     pending_.clear();
     waiting_.clear();
@@ -140,7 +148,7 @@ class LocalCommunicator final : public Communicator {
   }
 
  private:
-  using NoteHandle = std::list<Note>::iterator;
+  using MessageHandle = std::list<Message>::iterator;
 
   const LocalFault* find(LocalFault::Kind kind, int peer, int exchange) const {
     for (const LocalFault& fault : board_->faults) {
@@ -159,78 +167,78 @@ class LocalCommunicator final : public Communicator {
 
   /// With the board's mutex held.
   void post(const SendBuffer& send, int exchange) {
-    Note note;
-    note.source = rank_;
-    note.target = send.peer;
-    note.number = sent_[static_cast<std::size_t>(send.peer)]++;
-    note.data = static_cast<const std::byte*>(send.data);
-    note.bytes = send.bytes;
-    note.device = send.device;
-    note.visible = Clock::now();
-    note.order = board_->shuffled ? board_->random() : board_->posted++;
+    Message message;
+    message.source = rank_;
+    message.target = send.peer;
+    message.number = sent_[static_cast<std::size_t>(send.peer)]++;
+    message.data = static_cast<const std::byte*>(send.data);
+    message.bytes = send.bytes;
+    message.device = send.device;
+    message.visible = Clock::now();
+    message.order = board_->shuffled ? board_->random() : board_->posted++;
     if (find(LocalFault::Kind::lose, send.peer, exchange)) return;
-    if (const LocalFault* fault = find(LocalFault::Kind::delay, send.peer, exchange)) note.visible += fault->time;
-    note.corrupt = find(LocalFault::Kind::corrupt, send.peer, exchange) != nullptr;
+    if (const LocalFault* fault = find(LocalFault::Kind::delay, send.peer, exchange)) message.visible += fault->time;
+    message.corrupt = find(LocalFault::Kind::corrupt, send.peer, exchange) != nullptr;
     if (find(LocalFault::Kind::duplicate, send.peer, exchange)) {
-      Note again = note;
-      again.own.resize(note.bytes);
-      copy(again.own.data(), {}, note.data, note.device, note.bytes);
+      Message again = message;
+      again.own.resize(message.bytes);
+      copy(again.own.data(), {}, message.data, message.device, message.bytes);
       again.data = again.own.data();
       again.device = {};
-      board_->notes.push_back(std::move(again));
+      board_->messages.push_back(std::move(again));
     }
-    board_->notes.push_back(std::move(note));
-    pending_.push_back(std::prev(board_->notes.end()));
+    board_->messages.push_back(std::move(message));
+    pending_.push_back(std::prev(board_->messages.end()));
   }
 
   /// Copies what has come, forgets what was taken; `next` is when to look again.
   void deliver(std::unique_lock<std::mutex>& lock, Clock::time_point now, Clock::time_point& next) {
     while (true) {
-      NoteHandle best = board_->notes.end();
-      for (auto note = board_->notes.begin(); note != board_->notes.end();) {
-        if (note->target != rank_ || note->state != Note::State::waiting) {
-          ++note;
+      MessageHandle best = board_->messages.end();
+      for (auto message = board_->messages.begin(); message != board_->messages.end();) {
+        if (message->target != rank_ || message->state != Message::State::waiting) {
+          ++message;
           continue;
         }
-        const std::uint64_t expected = received_[static_cast<std::size_t>(note->source)];
-        if (note->number < expected) {  // a double of something taken before, or that whose double was taken
-          if (!note->own.empty()) {
-            note = board_->notes.erase(note);
+        const std::uint64_t expected = received_[static_cast<std::size_t>(message->source)];
+        if (message->number < expected) {  // a double of something taken before, or that whose double was taken
+          if (!message->own.empty()) {
+            message = board_->messages.erase(message);
             continue;
           }
-          note->state = Note::State::done;
+          message->state = Message::State::done;
           board_->changed.notify_all();
         }
-        const bool wanted =
-            note->number == expected && std::any_of(waiting_.begin(), waiting_.end(),
-                                                    [&](const ReceiveBuffer& r) { return r.peer == note->source; });
-        if (wanted && note->visible > now) next = std::min(next, note->visible);
-        else if (wanted && (best == board_->notes.end() || note->order < best->order)) best = note;
-        ++note;
+        const bool wanted = message->number == expected &&
+                            std::any_of(waiting_.begin(), waiting_.end(),
+                                        [&](const ReceiveBuffer& r) { return r.peer == message->source; });
+        if (wanted && message->visible > now) next = std::min(next, message->visible);
+        else if (wanted && (best == board_->messages.end() || message->order < best->order)) best = message;
+        ++message;
       }
-      if (best == board_->notes.end()) break;
+      if (best == board_->messages.end()) break;
       take(lock, best);
     }
-    std::erase_if(pending_, [&](NoteHandle note) {
-      if (note->state != Note::State::done) return false;
-      board_->notes.erase(note);
+    std::erase_if(pending_, [&](MessageHandle message) {
+      if (message->state != Message::State::done) return false;
+      board_->messages.erase(message);
       return true;
     });
   }
 
-  void take(std::unique_lock<std::mutex>& lock, NoteHandle note) {
-    const auto receive =
-        std::find_if(waiting_.begin(), waiting_.end(), [&](const ReceiveBuffer& r) { return r.peer == note->source; });
-    if (note->bytes != receive->bytes)
-      raise<CommError>("rank {} sent {} bytes, {} were expected: the ranks disagree", note->source, note->bytes,
+  void take(std::unique_lock<std::mutex>& lock, MessageHandle message) {
+    const auto receive = std::find_if(waiting_.begin(), waiting_.end(),
+                                      [&](const ReceiveBuffer& r) { return r.peer == message->source; });
+    if (message->bytes != receive->bytes)
+      raise<CommError>("rank {} sent {} bytes, {} were expected: the ranks disagree", message->source, message->bytes,
                        receive->bytes);
-    note->state = Note::State::copying;
+    message->state = Message::State::copying;
     lock.unlock();
     std::exception_ptr error;
     try {
-      copy(receive->data, receive->device, note->data, note->device, note->bytes);
-      if (note->corrupt && note->bytes > 0) {
-        std::byte* const last = static_cast<std::byte*>(receive->data) + note->bytes - 1;
+      copy(receive->data, receive->device, message->data, message->device, message->bytes);
+      if (message->corrupt && message->bytes > 0) {
+        std::byte* const last = static_cast<std::byte*>(receive->data) + message->bytes - 1;
         std::byte value{};
         copy(&value, {}, last, receive->device, 1);
         value ^= std::byte{0x10};
@@ -241,14 +249,14 @@ class LocalCommunicator final : public Communicator {
     }
     lock.lock();
     if (error) {
-      note->state = Note::State::waiting;
+      message->state = Message::State::waiting;
       board_->changed.notify_all();
       std::rethrow_exception(error);
     }
-    ++received_[static_cast<std::size_t>(note->source)];
-    note->state = Note::State::done;
+    ++received_[static_cast<std::size_t>(message->source)];
+    message->state = Message::State::done;
     waiting_.erase(receive);
-    if (!note->own.empty()) board_->notes.erase(note);
+    if (!message->own.empty()) board_->messages.erase(message);
     board_->changed.notify_all();
   }
 
@@ -256,7 +264,7 @@ class LocalCommunicator final : public Communicator {
     std::vector<int> peers;
     for (const ReceiveBuffer& receive : waiting_) peers.push_back(receive.peer);
     if (peers.empty()) {
-      for (const auto& note : pending_) peers.push_back(note->target);
+      for (const auto& message : pending_) peers.push_back(message->target);
     }
     std::sort(peers.begin(), peers.end());
     return peers;
@@ -264,10 +272,12 @@ class LocalCommunicator final : public Communicator {
 
   const std::shared_ptr<Board> board_;
   const int rank_;
+  int failed_;  // the rank that this one gave up because of, else itself
+  bool aborted_ = false;
   int exchanges_ = 0;
   std::vector<std::uint64_t> sent_, received_;  // messages to and from each rank
   std::vector<ReceiveBuffer> waiting_;
-  std::vector<NoteHandle> pending_;
+  std::vector<MessageHandle> pending_;
 };
 
 }  // namespace

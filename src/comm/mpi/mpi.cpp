@@ -70,21 +70,15 @@ class MpiCommunicator final : public Communicator {
 
   void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) override {
     for (const ReceiveBuffer& receive : receives) {
-      in_parts(receive.bytes, [&](std::size_t at, int bytes) {
-        Pending pending{MPI_REQUEST_NULL, receive.peer, bytes, true};
-        check(MPI_Irecv(static_cast<std::byte*>(receive.data) + at, bytes, MPI_BYTE, receive.peer, kTag, communicator_,
-                        &pending.request),
-              receive.peer);
-        requests_.push_back(pending);
+      post(receive.bytes, receive.peer, true, [&](std::size_t at, int bytes, MPI_Request* request) {
+        return MPI_Irecv(static_cast<std::byte*>(receive.data) + at, bytes, MPI_BYTE, receive.peer, kTag, communicator_,
+                         request);
       });
     }
     for (const SendBuffer& send : sends) {
-      in_parts(send.bytes, [&](std::size_t at, int bytes) {
-        Pending pending{MPI_REQUEST_NULL, send.peer, bytes, false};
-        check(MPI_Isend(static_cast<const std::byte*>(send.data) + at, bytes, MPI_BYTE, send.peer, kTag, communicator_,
-                        &pending.request),
-              send.peer);
-        requests_.push_back(pending);
+      post(send.bytes, send.peer, false, [&](std::size_t at, int bytes, MPI_Request* request) {
+        return MPI_Isend(static_cast<const std::byte*>(send.data) + at, bytes, MPI_BYTE, send.peer, kTag, communicator_,
+                         request);
       });
     }
   }
@@ -135,14 +129,15 @@ class MpiCommunicator final : public Communicator {
     bool receiving;
   };
 
-  /// A message of no bytes is still a message.
-  template <class Body>
-  static void in_parts(std::size_t bytes, Body&& body) {
+  /// Starts the MPI messages of one of the ring's; one of no bytes is still a message.
+  template <class Start>
+  void post(std::size_t bytes, int peer, bool receiving, Start&& start) {
     std::size_t at = 0;
     do {
-      const std::size_t part = std::min(bytes - at, kMostBytes);
-      body(at, static_cast<int>(part));
-      at += part;
+      Pending pending{MPI_REQUEST_NULL, peer, static_cast<int>(std::min(bytes - at, kMostBytes)), receiving};
+      check(start(at, pending.bytes, &pending.request), peer);
+      requests_.push_back(pending);
+      at += static_cast<std::size_t>(pending.bytes);
     } while (at < bytes);
   }
 

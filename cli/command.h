@@ -33,6 +33,7 @@ Command add_plan(CLI::App& app);
 Command add_show(CLI::App& app);
 Command add_info(CLI::App& app);
 Command add_check(CLI::App& app);
+Command add_doctor(CLI::App& app);
 Command add_bench(CLI::App& app);
 
 }  // namespace longspan::cli

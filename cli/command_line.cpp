@@ -31,6 +31,7 @@ Examples:
   longspan check --random 100 --seed 7       every kernel of this machine against the float64 reference
   longspan bench dilated --tokens 64K        GFLOP/s, and which part of the machine's peak that is
   longspan info --why --dtype bf16           which kernel runs this problem, and why the others do not
+  longspan doctor                            what this machine lacks, and three seconds of every kernel
 
 Exit codes:
   0    success
@@ -120,8 +121,8 @@ int parse_and_run(int count, const char* const* values) {
   app.footer(kFooter);
   app.set_version_flag("--version", fmt::format("longspan {} ({})", version(), commit()));
   app.require_subcommand(1);
-  const Command commands[] = {add_demo(app), add_attend(app), add_ring(app),  add_plan(app), add_show(app),
-                              add_info(app), add_check(app),  add_bench(app), add_help(app)};
+  const Command commands[] = {add_demo(app), add_attend(app), add_ring(app),  add_plan(app),  add_show(app),
+                              add_info(app), add_doctor(app), add_check(app), add_bench(app), add_help(app)};
   try {
     app.parse(count, values);
   } catch (const CLI::ParseError& error) {

@@ -2,7 +2,7 @@
 
 _longspan() {
   local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD - 1]}" command="" word
-  local commands="demo attend ring plan show info check bench help"
+  local commands="demo attend ring plan show info doctor check bench help"
   local problem="--tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys
     --pattern --mask --block-size --causal --dropout --scale --layout --device --threads --kernel --seed --json --help"
   for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
@@ -35,6 +35,7 @@ _longspan() {
         plan) choices="$problem --ranks" ;;
         show) choices="$problem --head --cells --svg --mask-out --ascii" ;;
         info) choices="$problem --why" ;;
+        doctor) choices="--json --help" ;;
         check) choices="$problem --random --case" ;;
         help) choices="$commands --help" ;;
         bench) choices="dilated dense block-sparse $problem --repeat --forward-only" ;;

@@ -14,7 +14,7 @@ for command in demo attend plan show info check bench; do
   has --tokens --batch --heads --kv-heads --head-dim --dtype --segments --dilations --assign --phase --pad-keys --pattern --causal \
     --dropout --layout --device --threads --kernel --seed --json
 done
-for command in demo attend ring plan show info check bench; do
+for command in demo attend ring plan show info doctor check bench; do
   expect 0 "" "$longspan" help $command
   diff -q stdout <("$longspan" $command --help) >/dev/null || fail "help $command differs from $command --help"
 done
@@ -95,6 +95,13 @@ has plain reference threads caches instructions "plan cache" "memory pool"
 grep -Eq '^(GPUs +none: .+|cuda:0 +.+compute capability)' stdout || fail "info says nothing about GPUs: $(cat stdout)"
 expect 0 "" "$longspan" info --why --json --kernel plain
 has '"instruction_sets"' '"plan_cache"' '"host_memory"' '"kernels"' '"reason"' '"chosen"'
+
+expect 0 "" "$longspan" doctor
+has processor threads "agree with float64" "all is well"
+expect 0 "" "$longspan" doctor --json
+has '"ok": true' '"findings"' '"what": "plain"'
+expect 0 "" env OMP_NUM_THREADS=1 LONGSPAN_FORCE_KERNEL=plain "$longspan" doctor
+has "-> unset LONGSPAN_FORCE_KERNEL"
 
 expect 0 "" "$longspan" demo --tokens 2048 --segments 256,512 --dilations 1,2 --out report.html --json
 has '"verified": true' '"tokens": 2048' '"extra_bytes"' '"dense_score_bytes": 134217728.0' '"checks"' '"report": "report.html"'

@@ -50,9 +50,9 @@ class Settings(NamedTuple):
         return cls(str(operator.pattern), **options, **data._asdict())
 
     @property
-    def options(self) -> tuple:
+    def options(self) -> dict[str, Any]:
         """What `compiled` takes after the pattern."""
-        return tuple(getattr(self, name) for name in OPTION_NAMES)
+        return {name: getattr(self, name) for name in OPTION_NAMES}
 
     @property
     def data(self) -> CallData:
@@ -104,7 +104,7 @@ _SCHEMA_TYPES = {
 #: Settings as a schema of torch.library has them.
 SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind.__forward_arg__]} {name}" for name, kind in Settings.__annotations__.items())
 NAMES = frozenset(Arguments.__annotations__)
-#: Of those, what belongs to a call, and what is fixed for an operator, in the order in which `compiled` takes it.
+#: Of those, what belongs to a call, and what is fixed for an operator.
 DATA_NAMES = frozenset(CallData._fields)
 TENSOR_NAMES = tuple(name for name in CallData._fields if name != "query_ranges")
 OPTION_NAMES = tuple(name for name in Settings._fields[1:] if name not in DATA_NAMES)

@@ -38,7 +38,7 @@ def _run(function: Any, q: Any, k: Any, pattern: Any, more: tuple = (), **argume
     names = ("lengths", "key_mask", "alibi_slopes")
     try:
         check_arrays(False, q=q, k=k)
-        operator = compiled(pattern, arguments["causal"], arguments.get("scale"))
+        operator = compiled(pattern, causal=arguments["causal"], scale=arguments.get("scale"))
         data = call_data(*(arguments.get(name) for name in names))
         q_rows, k_rows = rows_of(q), rows_of(k)  # kept alive: what is prepared is an address
         ranges = arguments["query_ranges"]

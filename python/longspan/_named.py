@@ -94,13 +94,11 @@ def _is_text(value: object) -> bool:
 
 
 _PLAIN: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_whole, "a whole number of 64 bits"),
-    "float": (is_number, "a number"),
-    "bool": (lambda value: isinstance(value, bool), "True or False"),
-    "str": (_is_text, "text"),
+    "int": (_is_whole, "a whole number of 64 bits"), "float": (is_number, "a number"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"), "str": (_is_text, "text"),
     "bytes": (lambda value: isinstance(value, bytes), "bytes"),
     "object": (lambda value: value is not None, "an array"),
-}
+}  # fmt: skip
 _LISTS = {
     "Sequence[int]": "a list of whole numbers",
     "Sequence[tuple[int, int]]": "a list of pairs of whole numbers",

@@ -202,33 +202,24 @@ def whole_seed(seed: Any) -> int:
     return result
 
 
-def compiled(pattern: Pattern | BlockPattern | str | None, *options: Any, **named: Any) -> Attention:
+def compiled(pattern: Pattern | BlockPattern | str | None, **options: Any) -> Attention:
     """The Attention for these options; made once for each combination."""
     try:
-        return cached(pattern, *options, **named)
+        return cached(pattern, **options)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        return cached.__wrapped__(pattern, *options, **named)  # which says what is wrong with it
+        return cached.__wrapped__(pattern, **options)  # which says what is wrong with it
 
 
 @functools.lru_cache(maxsize=512)
-def cached(
-    pattern: Pattern | BlockPattern | str | None, causal: bool = False, scale: float | None = None,
-    output_scale: float | None = None, dropout: float = 0.0, deterministic: bool = False, detached_mix: bool = False,
-    allow_tf32: bool = False, kernel: str | None = None,
-) -> Attention:  # fmt: skip
-    options = Options(
-        causal=flag("causal", causal),
-        scale=scale,
-        output_scale=output_scale,
-        dropout=dropout,
-        deterministic=flag("deterministic", deterministic),
-        detached_mix=flag("detached_mix", detached_mix),
-        allow_tf32=flag("allow_tf32", allow_tf32),
-        kernel="" if kernel is None else kernel,
-    )
-    return Attention(as_pattern(pattern), options)
+def cached(pattern: Pattern | BlockPattern | str | None, **options: Any) -> Attention:
+    for name in ("causal", "deterministic", "detached_mix", "allow_tf32"):
+        if name in options:
+            options[name] = flag(name, options[name])
+    if options.get("kernel", "") is None:
+        del options["kernel"]
+    return Attention(as_pattern(pattern), Options(**options))
 
 
 class ProblemArguments(TypedDict, total=False):

@@ -161,18 +161,10 @@ def _make_forward(detached_mix: bool):
             )
         lengths, key_mask = _padding_arguments(key_padding_mask)
         out = _longspan_torch.attention(
-            q,
-            k,
-            v,
-            _pattern_of(self.args),
-            causal=is_causal,
-            scale=self.scaling,
-            dropout=self.dropout if self.training else 0.0,
-            lengths=lengths,
-            key_mask=key_mask,
-            query_ranges=None if first == 0 else [(first, rows)],
-            detached_mix=detached_mix,
-        )
+            q, k, v, _pattern_of(self.args), causal=is_causal, scale=self.scaling,
+            dropout=self.dropout if self.training else 0.0, lengths=lengths, key_mask=key_mask,
+            query_ranges=None if first == 0 else [(first, rows)], detached_mix=detached_mix,
+        )  # fmt: skip
         out = out.reshape(batch, rows, self.embed_dim)
         if self.inner_attn_ln is not None:
             out = self.inner_attn_ln(out)

@@ -155,12 +155,11 @@ def bench_overhead(repeats: int, device: str) -> dict:
         calls = {
             "kernel_forward": lambda: operator.forward(*raw),
             "kernel_backward": lambda: operator.backward(*raw, raw[0], None, *raw_grads),
-            "without_gradients": without_gradients,
-            "recording_gradients": lambda: torch_attention(*leaves, pattern),
+            "without_gradients": without_gradients, "recording_gradients": lambda: torch_attention(*leaves, pattern),
             "backward": lambda: torch.autograd.grad(recorded, leaves, grad, retain_graph=True),
             "torch_recording": lambda: _Nothing.apply(*leaves),
             "torch_backward": lambda: torch.autograd.grad(nothing, leaves, grad, retain_graph=True),
-        }
+        }  # fmt: skip
         result = {name: microseconds(call, repeats) for name, call in calls.items()}
     finally:
         longspan.set_num_threads(0)

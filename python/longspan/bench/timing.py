@@ -119,14 +119,8 @@ def machine() -> dict[str, object]:
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         model = names[0] if names else model
     return {
-        "cpu": model,
-        **gpu_facts(),
-        "command": " ".join(["python -m longspan.bench", *without_folders(sys.argv[1:])]),
-        "threads": longspan.num_threads(),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "longspan": longspan.__version__,
-        "commit": longspan.__commit__,
+        "cpu": model, **gpu_facts(), "command": " ".join(["python -m longspan.bench", *without_folders(sys.argv[1:])]),
+        "threads": longspan.num_threads(), "load_average": os.getloadavg()[0], "python": platform.python_version(),
+        "torch": torch.__version__, "longspan": longspan.__version__, "commit": longspan.__commit__,
         "date": time.strftime("%Y-%m-%d"),
-    }
+    }  # fmt: skip

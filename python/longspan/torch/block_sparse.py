@@ -236,7 +236,7 @@ class BlockSparseRingDilatedAttention(_BlockSparse):
             "hierarchical": lambda: BlockPattern.hierarchical(LEVELS, size),
             "random": lambda: BlockPattern.random(self.density, 0, size),
             "bigbird": lambda: BlockPattern.bigbird(shared, window, self.density, 0, size),
-        }
+        }  # fmt: skip
         return makers[choice("pattern_type", config.pattern_type, list(makers))]()
 
     def pattern(self, tokens: int) -> Pattern:
@@ -333,11 +333,9 @@ class BlockSparseHierarchical(_BlockSparse):
                 count = (own | diagonal).active_blocks
             levels.append({"stride": stride, "window_size": window, "coverage": count / total if total else 0.0})
         return {
-            "total_blocks": total,
-            "active_blocks": mask.active_blocks,
-            "sparsity": 1.0 - mask.density if total else 0.0,
-            "levels": levels,
-        }
+            "total_blocks": total, "active_blocks": mask.active_blocks,
+            "sparsity": 1.0 - mask.density if total else 0.0, "levels": levels,
+        }  # fmt: skip
 
     def visualize_pattern(self, seq_len: int) -> str:
         """A picture in characters: queries down, keys across."""

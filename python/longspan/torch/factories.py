@@ -25,7 +25,7 @@ TYPES: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "improved_distributed": (RingDilatedAttention, RingAdvancedDistributedDilatedAttention),
     "block_sparse": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
     "block_sparse_ring": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
-}
+}  # fmt: skip
 
 
 def _classes(attention_type: str) -> tuple[type[nn.Module], type[nn.Module]]:

@@ -20,7 +20,7 @@ Shape = Sequence[int]
 def _pairs_flops(backward: bool, query: Shape, key: Shape, values: Sequence[Any]) -> int:
     """query [batch, rows, heads, head_dim], key [batch, tokens, kv_heads, head_dim]; values: those of Settings."""
     settings = Settings(*values)
-    operator = compiled(settings.pattern, *settings.options)
+    operator = compiled(settings.pattern, **settings.options)
     batch, rows, heads, head_dim = query
     tokens = key[1]
 

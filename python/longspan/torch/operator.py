@@ -244,16 +244,11 @@ def _make_calls() -> Any:
         return _RawCalls
     try:
         return TorchCalls(
-            exchange=exchange,
-            types=_PLAIN_TYPES,
-            observers=_observers,
-            autocast_enabled=torch.is_autocast_enabled,
-            grad_enabled=torch.is_grad_enabled,
-            empty_like=torch.empty_like,
-            contiguous_empty_like=_empty_like,
+            exchange=exchange, types=_PLAIN_TYPES, observers=_observers, autocast_enabled=torch.is_autocast_enabled,
+            grad_enabled=torch.is_grad_enabled, empty_like=torch.empty_like, contiguous_empty_like=_empty_like,
             empty_f32=functools.partial(Tensor.new_empty, dtype=torch.float32),
             empty_f64=functools.partial(Tensor.new_empty, dtype=torch.float64),
-        )
+        )  # fmt: skip
     except Unsupported:
         return _RawCalls
 
@@ -265,7 +260,7 @@ def run_forward(query, key, value, *settings):
     settings = Settings(*settings)
     try:
         _check_shapes(query=query, key=key, value=value)
-        operator = compiled(settings.pattern, *settings.options)
+        operator = compiled(settings.pattern, **settings.options)
         return _calls.forward(operator, query, key, value, True, *_arguments(query, settings.data))
     except InvalidArgument as error:
         raise explained(error, settings._asdict(), query=query, key=key, value=value) from None
@@ -276,7 +271,7 @@ def run_backward(grad_out, grad_lse, query, key, value, out, lse, *settings, int
     settings = Settings(*settings)
     try:
         _check_shapes(query=query, key=key, value=value, out=out, grad_out=grad_out)
-        operator = compiled(settings.pattern, *settings.options)
+        operator = compiled(settings.pattern, **settings.options)
         call = (operator, grad_out, grad_lse, query, key, value, out, lse, *_arguments(query, settings.data))
         return _calls.backward(*call) if into is None else _backward_into(into, *call)
     except InvalidArgument as error:
@@ -425,7 +420,7 @@ def call_data(
         None if key_mask is None else _as_tensor("key_mask", key_mask, torch.bool, query),
         None if alibi_slopes is None else _as_tensor("alibi_slopes", alibi_slopes, torch.float32, query),
         None if query_ranges is None else _flat(query_ranges),
-    )
+    )  # fmt: skip
 
 
 _BNHD = "bnhd"

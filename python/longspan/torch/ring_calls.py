@@ -382,10 +382,9 @@ class RingCalls:
         last = {"forward": self.monitor.last_forward, "backward": self.monitor.last_backward}
         return {
             "ring_size": self.ring_size or (self._communicator.size if self._communicator else 1),
-            "bytes_sent": self.monitor.bytes_sent,
-            "bytes_received": self.monitor.bytes_received,
+            "bytes_sent": self.monitor.bytes_sent, "bytes_received": self.monitor.bytes_received,
             **{f"{name}_halo_bytes": report.halo_bytes if report else 0 for name, report in last.items()},
-        }
+        }  # fmt: skip
 
     def clear_cache(self) -> None:
         """Forgets plans and local ranks; they are made again when needed."""

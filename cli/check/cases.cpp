@@ -84,13 +84,13 @@ Pattern random_pattern(Dice& dice, std::int64_t tokens, std::int64_t heads) {
   return pattern;
 }
 
-/// A few ranges, usually in order; sometimes empty ones, sometimes a position twice.
+/// A few ranges, usually in order; sometimes empty ones, sometimes a position twice, often few rows in all.
 std::vector<RowRange> random_ranges(Dice& dice, std::int64_t tokens) {
   std::vector<RowRange> ranges;
-  const std::int64_t count = dice.between(1, 4);
+  const std::int64_t count = dice.between(1, 4), most = dice.one_in(2) ? 4 : 40;
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t start = dice.between(0, std::max<std::int64_t>(tokens - 1, 0));
-    ranges.push_back({start, dice.between(0, std::min<std::int64_t>(tokens - start, 40))});
+    ranges.push_back({start, dice.between(0, std::min(tokens - start, most))});
   }
   if (!dice.one_in(3)) {
     std::sort(ranges.begin(), ranges.end(), [](const RowRange& a, const RowRange& b) { return a.start < b.start; });

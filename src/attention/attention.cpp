@@ -80,14 +80,16 @@ void SplitForward::run(const ForwardPart& part, const Call& call) {
   if (t_.q.batch() > 0 && t_.q.rows() > 0) run_(&Kernel::forward, arguments(call, &part));
 }
 
-void run_forward(const Attention& attention, const ForwardTensors& tensors, const Call& call, KeysGiven given) {
+void run_forward(const Attention& attention, const ForwardTensors& tensors, const Call& call, KeysGiven given,
+                 std::int64_t share_of) {
   const auto& [q, k, v, out, lse] = tensors;
   const Problem problem = check_forward(tensors, call);
   if (call.report) *call.report = {};
   PreparedCall prepared(attention, problem, Pass::forward, k, v, call, given);
   if (problem.batch == 0 || problem.query_rows == 0) return;
   prepared.plan.choose(q, k, call, prepared.ranges, prepared.threads);
-  const ForwardArguments arguments{*prepared.plan, call, prepared.ranges, q, k, v, out, lse, prepared.threads};
+  const ForwardArguments arguments{
+      *prepared.plan, call, prepared.ranges, q, k, v, out, lse, prepared.threads, nullptr, nullptr, share_of};
   KernelRun(*prepared.choice, Pass::forward, arguments)(&Kernel::forward, arguments);
 }
 

@@ -13,7 +13,9 @@ namespace longspan {
 /// pieces are added between the two parts of a forward.
 enum class KeysGiven { all, some, later };
 
-void run_forward(const Attention& attention, const ForwardTensors& tensors, const Call& call, KeysGiven given);
+/// `share_of`: query rows of the whole problem, of which a rank of a ring has some, since kernels are chosen by those.
+void run_forward(const Attention& attention, const ForwardTensors& tensors, const Call& call, KeysGiven given,
+                 std::int64_t share_of = 0);
 void run_backward(const Attention& attention, const BackwardTensors& tensors, const Call& call, KeysGiven given);
 
 /// A call whose tensors were checked: its plan, which has the masks of the call, and its query ranges.
@@ -74,7 +76,7 @@ class SplitForward {
  private:
   ForwardArguments arguments(const Call& call, const ForwardPart* part = nullptr) const {
     return {*prepared_.plan, call,   call.query_ranges, t_.q,    t_.k, t_.v,
-            t_.out,          t_.lse, prepared_.threads, nullptr, part};
+            t_.out,          t_.lse, prepared_.threads, nullptr, part, t_.k.rows()};
   }
 
   PreparedCall prepared_;

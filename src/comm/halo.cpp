@@ -180,7 +180,7 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
       inner.pieces = pieces;
       progress.apply(inner, own.count(), travelling);
       const auto of = [&](const auto& view) { return rows_of(view, own.row, own.count()); };
-      attention.forward(of(t.q), whole.k, whole.v, of(t.out), of(t.lse), inner);
+      run_forward(attention, {of(t.q), whole.k, whole.v, of(t.out), of(t.lse)}, inner, KeysGiven::all, shards.tokens());
     }
   };
   // By branches where the kernel can stop between them, else by rows.

@@ -344,7 +344,7 @@ void Ring::State::rounds_forward(const RingPlan& plan, const MessageRules& rules
   const auto attend = [&](std::span<const KeyPiece> pieces, std::span<const RowRange> positions, const TensorView& to,
                           const TensorView& to_lse, MessageStep* travelling) {
     run_forward(unpadded, of_sequence({q.view(), k.view(), v.view(), to, to_lse}),
-                calls.only(pieces, positions, travelling), KeysGiven::some);
+                calls.only(pieces, positions, travelling), KeysGiven::some, shards.tokens());
   };
   const auto local = [&](MessageStep* travelling) {
     attend(own_pieces(ranges(), k.view(), v.view()), ranges(), out.view(), lse.view(), travelling);
@@ -386,7 +386,7 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
                   to,
                   {},
                   {}},
-                 calls.only(pieces, positions, travelling), KeysGiven::some);
+                 calls.only(pieces, positions, travelling), KeysGiven::some, shards.tokens());
   };
   const auto local = [&](MessageStep* travelling) {
     attend(own_pieces(ranges(), k.view(), v.view(), dk.view(), dv.view()), ranges(), dq.view(), travelling);

@@ -6,7 +6,7 @@
 namespace longspan::cuda {
 
 std::span<const Kernel* const> kernels() {
-  static const Kernel* const list[] = {&hopper::kKernel, &kMatrix, &kCompact, &kSimt};
+  static const Kernel* const list[] = {&kDecode, &hopper::kKernel, &kMatrix, &kCompact, &kSimt};
   return list;
 }
 

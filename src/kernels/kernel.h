@@ -44,6 +44,7 @@ struct ForwardArguments {
   int threads = 1;      // what workspace_bytes was asked for; never use more
   std::byte* workspace = nullptr;
   const ForwardPart* part = nullptr;  // null: everything at once
+  std::int64_t share_of = 0;          // a ring's rank: query rows of the whole problem
 };
 
 struct BackwardArguments {

@@ -5,8 +5,9 @@
 
 namespace longspan::cuda {
 
-/// The portable kernels: with tensor cores, with tensor cores in less shared memory, and without tensor cores.
-extern const Kernel kMatrix, kCompact, kSimt;
+/// The portable kernels: for few query rows, with tensor cores, with tensor cores in less shared memory, and without
+/// tensor cores.
+extern const Kernel kDecode, kMatrix, kCompact, kSimt;
 
 /// What every kernel needs of a plan and of the machine.
 Verdict fits(const Plan& plan);

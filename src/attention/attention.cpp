@@ -88,8 +88,8 @@ void run_forward(const Attention& attention, const ForwardTensors& tensors, cons
   PreparedCall prepared(attention, problem, Pass::forward, k, v, call, given);
   if (problem.batch == 0 || problem.query_rows == 0) return;
   prepared.plan.choose(q, k, call, prepared.ranges, prepared.threads);
-  const ForwardArguments arguments{
-      *prepared.plan, call, prepared.ranges, q, k, v, out, lse, prepared.threads, nullptr, nullptr, share_of};
+  const ForwardArguments arguments{*prepared.plan,   call,    prepared.ranges, q,       k, v, out, lse,
+                                   prepared.threads, nullptr, nullptr,         share_of};
   KernelRun(*prepared.choice, Pass::forward, arguments)(&Kernel::forward, arguments);
 }
 

@@ -386,7 +386,7 @@ void Ring::State::rounds_backward(const RingPlan& plan, const MessageRules& rule
                   to,
                   {},
                   {}},
-                 calls.only(pieces, positions, travelling), KeysGiven::some, shards.tokens());
+                 calls.only(pieces, positions, travelling), KeysGiven::some);
   };
   const auto local = [&](MessageStep* travelling) {
     attend(own_pieces(ranges(), k.view(), v.view(), dk.view(), dv.view()), ranges(), dq.view(), travelling);

@@ -15,10 +15,10 @@ from .._inspect import adaptive_mask, attention_blocks
 from .._named import choice, flag
 from .._longspan import BlockMask, BlockPattern, Pattern
 from .._patterns import LEVELS, dilated, draw
-from .multihead import Branches, Heads, Layers, MultiheadDilatedAttention
+from .multihead import Heads, Layers, MultiheadDilatedAttention
 from .operator import attention
-from .options import at_least, check_dropout, check_pairs, finite, integer, integers, key_mask, made_from
-from .options import require_tensors, warn_once
+from .options import Branches, Placed, at_least, check_dropout, check_pairs, finite, integer, integers, key_mask
+from .options import made_from, require_tensors, warn_once
 from .ring_calls import RingArguments, RingCalls, RingSettings
 
 __all__ = [
@@ -86,13 +86,7 @@ SparseConfig: TypeAlias = "SparsePatternConfig | Mapping[str, Any] | None"
 
 
 @dataclass
-class _Placed:
-    device: Any = field(default=None, kw_only=True)
-    dtype: Any = field(default=None, kw_only=True)
-
-
-@dataclass
-class _BlockSparseArguments(_Placed, Branches):
+class _BlockSparseArguments(Placed, Branches):
     sparse_config: SparseConfig = None
     dropout: float = 0.0
     compose: bool = False
@@ -100,7 +94,7 @@ class _BlockSparseArguments(_Placed, Branches):
 
 
 @dataclass
-class _HierarchicalArguments(_Placed, Branches):
+class _HierarchicalArguments(Placed, Branches):
     hierarchical_config: HierarchicalConfig | Mapping[str, Any] | None = None
     sparse_config: SparseConfig = None
     dropout: float = 0.0
@@ -110,7 +104,7 @@ class _HierarchicalArguments(_Placed, Branches):
 
 
 @dataclass
-class _AdaptiveArguments(_Placed, Branches):
+class _AdaptiveArguments(Placed, Branches):
     num_heads: int
     head_dim: int
     adaptive_config: AdaptiveConfig | Mapping[str, Any] | None = None

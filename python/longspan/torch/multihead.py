@@ -27,12 +27,6 @@ class Heads:
 
 
 @dataclass
-class Branches:
-    segment_lengths: Sequence[int]
-    dilation_rates: Sequence[int]
-
-
-@dataclass
 class _RatesFirst:
     dilation_rates: Sequence[int]
     segment_lengths: Sequence[int]

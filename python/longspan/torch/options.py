@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -73,6 +74,20 @@ def made_from(
         return __init__
 
     return decorate
+
+
+@dataclass
+class Branches:
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+
+
+@dataclass
+class Placed:
+    """Taken for compatibility by modules without parameters."""
+
+    device: Any = field(default=None, kw_only=True)
+    dtype: Any = field(default=None, kw_only=True)
 
 
 def _whole(value: object) -> int | None:

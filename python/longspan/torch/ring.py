@@ -7,7 +7,7 @@ With a process group every rank passes its own contiguous rows, in the order of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from .._errors import invalid
 from .._named import refused
 from .dilated import DilatedAttention
-from .multihead import Branches, MultiheadArguments, _Multihead
+from .multihead import MultiheadArguments, _Multihead
 from .operator import check_dense
-from .options import check_dropout, integer, made_from, warn_once
+from .options import Branches, Placed, check_dropout, integer, made_from, warn_once
 from .process_group import agree, communicator_of, gather, group_or_default
 from .ring_calls import DEADLINE, RingArguments, RingCalls, RingMonitor, RingReport, RingSettings, layout_of
 
@@ -41,9 +41,8 @@ class RingAttentionConfig(RingArguments, _Dropout, Branches):
 
 
 @dataclass
-class _RingModule(RingAttentionConfig):
-    device: Any = field(default=None, kw_only=True)
-    dtype: Any = field(default=None, kw_only=True)
+class _RingModule(Placed, RingAttentionConfig):
+    pass
 
 
 class RingDilatedAttention(RingCalls, nn.Module):

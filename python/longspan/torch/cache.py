@@ -108,13 +108,15 @@ class _Clock:
             self._jump(torch.tensor(first, dtype=torch.int64)[:, None] + taken, device)
         self._at = first, taken
         if capturing:
-            self.captured = True
+            self.captured, self.ahead = True, None
             self._lengths = self._count(self._now).view(-1)
             return self._lengths
-        if not 0 <= taken - self._begin < len(self._ahead):
+        if self.ahead is None or taken - self._begin >= _AHEAD:
             steps = torch.arange(_AHEAD, device=device)[:, None, None]
-            self._ahead, self._begin = self._count(self._now + steps).flatten(1), taken
-        self._lengths = self._ahead[taken - self._begin]
+            self.ahead, self._begin = self._count(self._now + steps).flatten(1), taken
+            self._each = self.ahead.unbind()
+        self.step = taken - self._begin
+        self._lengths = self._each[self.step]
         return self._lengths
 
     def _jump(self, now: Tensor, device: torch.device) -> None:
@@ -124,7 +126,7 @@ class _Clock:
             self._now = now.to(device)
         else:
             self._now.copy_(now)
-        self._ahead, self._begin = (), 0
+        self.ahead: Tensor | None = None  # lengths of the next steps; none in a capture
 
     def _count(self, now: Tensor) -> Tensor:
         offset = now % self._segment
@@ -135,7 +137,7 @@ class _Clock:
         """Tokens taken before the next position, replays of graphs included."""
         if self.captured and not _capturing(self._now.device):
             first, _ = self._at
-            self._at, self._ahead = (first, int(self._now[0]) - first[0]), ()
+            self._at, self.ahead = (first, int(self._now[0]) - first[0]), None
         return self._at[1] + 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,9 +245,10 @@ class DilatedCache:
         keys, values = (x.flatten(0, 2) for x in self._rows)
         first = torch.arange(2 * len(keys), device=keys.device).view(2, -1) * keys.shape[1]
         self._flat = first, self._rows.flatten(0, 4), keys[:, 1:, None], values[:, 1:, None]
+        self._placed_for: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_flat": ()}  # copies are made of the memory, not of views of it
+        return {**self.__dict__, "_flat": (), "_places": ()}  # copies are made of the memory, not of views of it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -332,7 +335,13 @@ class DilatedCache:
         """One token of each entry."""
         lengths = self._clock.to(self._first, self._taken, key.device)
         first, memory, keys, values = self._flat
-        memory.index_copy_(0, (first + lengths).view(-1), self._spread(torch.stack((key, value))))
+        if (ahead := self._clock.ahead) is None:
+            place = (first + lengths).view(-1)
+        else:
+            if self._placed_for is not ahead:
+                self._placed_for, self._places = ahead, (first + ahead[:, None]).flatten(1).unbind()
+            place = self._places[self._clock.step]
+        memory.index_copy_(0, place, self._spread(torch.stack((key, value))))
         if query is None:
             return None
         rows = self._spread(query).view(-1, 1, 1, query.shape[3])

@@ -131,6 +131,15 @@ def test_joined_caches_take_tokens_at_positions_of_their_own():
             torch.testing.assert_close(out[entry], want[entry, position : position + size], **EXACT)
 
 
+@pytest.mark.parametrize("case", ["paper", "groups"])
+def test_empty_batches_and_no_tokens_are_taken(case):
+    for shape in ((0, 1, 5, 4), (0, 7, 5, 4), (2, 0, 5, 4)):
+        cache, rows = lt.DilatedCache(LONGNET[case], heads=5), torch.randn(shape)
+        for _ in range(2):
+            assert cache.attend(rows, rows, rows).shape == shape
+        assert cache.position == 2 * shape[1]
+
+
 def test_a_cache_with_room_keeps_its_memory():
     cache, row = lt.DilatedCache(lt.DilatedAttention([64, 4096], [1, 2]), heads=2), torch.randn(1, 1, 2, 8)
     with pytest.raises(longspan.InvalidArgument, match="after the first tokens"):

@@ -243,7 +243,7 @@ class DilatedCache:
     def _flatten(self) -> None:
         """The memory as a step sees it: the first row of each entry, all rows, and keys and values to attend to."""
         keys, values = (x.flatten(0, 2) for x in self._rows)
-        first = torch.arange(2 * len(keys), device=keys.device).view(2, -1) * keys.shape[1]
+        first = torch.arange(2 * len(keys), device=keys.device).view(2, len(keys)) * keys.shape[1]
         self._flat = first, self._rows.flatten(0, 4), keys[:, 1:, None], values[:, 1:, None]
         self._placed_for: Tensor | None = None
 
@@ -348,8 +348,7 @@ class DilatedCache:
         result = attention_of_first_rows(self._operator, rows, keys, values, lengths, self._mixes)
         if not self._mixes:
             return result.view(query.shape)
-        split = (query.shape[0], self._branches, self.heads, -1)
-        parts, sums = (x.view(split) for x in result)
+        parts, sums = (x.unflatten(0, (query.shape[0], self._branches, self.heads)).flatten(3) for x in result)
         weights = sums.softmax(dim=1).nan_to_num()  # of rows that no branch covers
         return (parts * weights).sum(dim=1, keepdim=True).to(query.dtype)
 

@@ -25,6 +25,8 @@ Array = TypeVar("Array")
 # The numbers of longspan::DType; a raw tensor is (address, number, DLPack device, device index, shape, strides).
 BFLOAT16 = 1
 CPU_DEVICE, CUDA_DEVICE = 1, 2
+# Arguments of longspan.torch as they are called here.
+_FROM_TORCH = {"query": "q", "key": "k", "value": "v", "grad_out": "dout"}
 
 
 def is_torch(array: Any) -> bool:
@@ -109,11 +111,6 @@ def new_array(array: Any, shape: Sequence[int], dtype: Any) -> Any:
         )
     with library.cuda.Device(array.__dlpack_device__()[1]):
         return library.empty(tuple(shape), dtype=dtype)
-
-
-def _empty_like(array: Any) -> Any:
-    """An output for an input: of its shape and type, where it is."""
-    return new_array(array, array.shape, array.dtype)
 
 
 def placement(array: Any) -> dict[str, Any]:
@@ -217,12 +214,12 @@ def attention(q, k, v, pattern=None, *, return_lse=False, out=None, lse=None, la
         try:
             return torch_attention(q, k, v, pattern, return_lse=return_lse, layout=layout, **arguments)
         except InvalidArgument as error:
-            raise _in_words_of(error, q="query", k="key", v="value") from None
+            raise renamed(error, _FROM_TORCH) from None
     heads_first, return_lse = _heads_first(layout), flag("return_lse", return_lse)
     made = out is None or (return_lse and lse is None)  # like q
     check_arrays(heads_first, ("k", "v") if made else ("q", "k", "v"), **arrays)
     operator, data, keywords = _made_call("attention", q, pattern, heads_first, arguments)
-    result = _empty_like(q) if out is None else out
+    result = new_array(q, q.shape, q.dtype) if out is None else out
     sums = _empty_lse(q, heads_first) if return_lse and lse is None else lse
     inputs = [rows_of(x) for x in (q, k, v)]  # kept alive: what is prepared is an address
     try:
@@ -253,7 +250,7 @@ def attention_backward(
             tensors: Any = (q, k, v, out, lse, dout)
             return torch_attention_backward(*tensors, pattern, dlse=dlse, layout=layout, **arguments)  # type: ignore
         except InvalidArgument as error:
-            raise _in_words_of(error, q="query", k="key", v="value", dout="grad_out") from None
+            raise renamed(error, _FROM_TORCH) from None
     check_seed(arguments)
     heads_first = _heads_first(layout)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
@@ -262,7 +259,7 @@ def attention_backward(
     operator, data, keywords = _made_call("attention_backward", q, pattern, heads_first, arguments)
     given = {"dq": dq, "dk": dk, "dv": dv}
     inputs: Any = (q, k, v)
-    grads = [_empty_like(x) if grad is None else grad for grad, x in zip(given.values(), inputs)]
+    grads = [new_array(x, x.shape, x.dtype) if grad is None else grad for grad, x in zip(given.values(), inputs)]
     names = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
     q_rows, k_rows, v_rows, out_rows, dout_rows = (rows_of(x) for x in (*inputs, out, dout))
     try:
@@ -274,8 +271,3 @@ def attention_backward(
         raise diagnosed(error, {**arrays, "lse": lse, "dlse": dlse, **given, **arguments}, heads_first) from None
     dq, dk, dv = (_as_input(grad, x) if was is None else was for grad, was, x in zip(grads, given.values(), inputs))
     return dq, dk, dv
-
-
-def _in_words_of(error: InvalidArgument, **names: str) -> InvalidArgument:
-    """An error of longspan.torch, whose arguments have other names."""
-    return renamed(error, {theirs: ours for ours, theirs in names.items()})

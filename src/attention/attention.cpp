@@ -71,6 +71,15 @@ void KernelRun::lend(const Call& call, Device device, std::size_t bytes) {
   lent_ = true;
 }
 
+template <class Arguments>
+void KernelRun::operator()(void (*Kernel::*run)(const Arguments&), Arguments arguments) {
+  const Call& call = arguments.call;
+  if (!lent_) lend(call, arguments.q.device, kernel.workspace_bytes(arguments.plan, pass_, arguments.threads));
+  arguments.workspace = memory_;
+  (kernel.*run)(arguments);
+  if (call.report) call.report->kernel = kernel.name;
+}
+
 SplitForward::SplitForward(const Attention& attention, const ForwardTensors& tensors, const Call& call)
     : prepared_(attention, check_forward(tensors, call), Pass::forward, tensors.k, tensors.v, call, KeysGiven::later),
       t_(tensors),

@@ -44,15 +44,8 @@ class KernelRun {
   template <class Arguments>
   KernelRun(const KernelChoice& choice, Pass pass, const Arguments& arguments)
       : kernel(choice.taking(pass, arguments)), pass_(pass) {}
-
   template <class Arguments>
-  void operator()(void (*Kernel::*run)(const Arguments&), Arguments arguments) {
-    const Call& call = arguments.call;
-    if (!lent_) lend(call, arguments.q.device, kernel.workspace_bytes(arguments.plan, pass_, arguments.threads));
-    arguments.workspace = memory_;
-    (kernel.*run)(arguments);
-    if (call.report) call.report->kernel = kernel.name;
-  }
+  void operator()(void (*Kernel::*run)(const Arguments&), Arguments arguments);
 
   const Kernel& kernel;
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "longspan/attention.h"
+#include "longspan/reference.h"
 #include "ring/ring_check.h"
 #include "verify.h"
 
@@ -52,6 +53,23 @@ TEST(Verify, SamplesEveryBranchFirstAndLastSegment) {
       EXPECT_TRUE(found || strand.count == 0);
     }
   }
+}
+
+// A padded entry of one row has a few dozen numbers that share a factor: their mean error says nothing.
+TEST(Verify, MeanErrorsAreTakenOfManyNumbersThatAreSums) {
+  reference::ExpectedTensor expected;
+  expected.relative = 1;
+  std::vector<float> actual(2048, 0);
+  const auto set = [&](std::size_t count) {
+    expected.value.assign(actual.size(), 0);
+    std::fill_n(expected.value.begin(), count, 1.0);
+    expected.magnitude = expected.rounded = expected.value;
+    std::fill_n(expected.rounded.begin(), count, 1.0001);
+    std::fill_n(actual.begin(), count, 1.001f);  // ten times as far
+    return reference::compare(ConstTensorView::bnhd(actual.data(), DType::f32, 1, 64, 1, 32), expected);
+  };
+  EXPECT_TRUE(set(32).ok());
+  EXPECT_FALSE(set(actual.size()).ok());
 }
 
 TEST(Verify, AcceptsRightResultsOfEveryType) {

@@ -341,7 +341,7 @@ Expectation expect_keys(const BackwardArguments& arguments, std::span<const std:
 Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected) {
   Comparison comparison;
   double squared_error = 0, squared_model = 0;
-  std::size_t element = 0;
+  std::size_t element = 0, summed = 0;  // the latter: of those that are sums of anything
   for (std::int64_t entry = 0; entry < actual.batch(); ++entry) {
     for (std::int64_t row = 0; row < actual.rows(); ++row) {
       for (std::int64_t head = 0; head < actual.heads(); ++head) {
@@ -361,6 +361,7 @@ Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected
                                            entry, row, head, column, got, want, allowed);
           }
           squared_error += error * error;
+          summed += expected.magnitude[element] > 0;
           if (!expected.rounded.empty()) {
             squared_model += std::pow(expected.rounded[element] - want, 2) +
                              std::pow(expected.relative32 * expected.magnitude[element], 2);
@@ -369,7 +370,7 @@ Comparison compare(const ConstTensorView& actual, const ExpectedTensor& expected
       }
     }
   }
-  if (!expected.rounded.empty() && actual.columns() > 1 && element >= kEnoughForMeans && squared_model > 0) {
+  if (!expected.rounded.empty() && actual.columns() > 1 && summed >= kEnoughForMeans && squared_model > 0) {
     comparison.rms_over_model = std::sqrt(squared_error / squared_model);
   }
   return comparison;

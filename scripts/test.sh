@@ -3,7 +3,7 @@
 #   --preset NAME   which build to test: ci (default), dev, release, cuda, asan, tsan
 #   --cuda          compile the GPU kernels without a GPU here, too, and for all GPUs
 #   --no-python     leave the Python module and its tests out
-#   --all           the slow tests, too
+#   --all           the slow tests, too, and a wheel on a bare system
 #   others go to ctest, for example -R pattern or -L install; Python is then left out
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -12,6 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 preset=ci
 python=yes
 cuda=auto
+all=no
 labels=(--label-exclude slow)
 markers=(-m "not slow")
 ctest_arguments=()
@@ -26,6 +27,7 @@ while (($#)); do
     --no-python) python=no ;;
     --cuda) cuda=yes ;;
     --all)
+      all=yes
       labels=()
       markers=()
       ;;
@@ -99,6 +101,22 @@ check_machine_code() {
   python3 scripts/check_sass.py "$dump" "$folder"/src/CMakeFiles/longspan_hopper.dir/kernels/hopper/*.o
 }
 
+# A wheel for the Python here, installed and run on a bare Debian with the same one (3.12 and later share a wheel).
+test_wheel() {
+  local suite
+  case $(build/venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])') in
+    3.11) suite=bookworm ;;
+    3.1[2-9]) suite=trixie ;;
+    *) leave_out "a wheel on a bare system (no Debian has this Python)" && return ;;
+  esac
+  if [[ $(id -u) != 0 ]]; then
+    leave_out "a wheel on a bare system (scripts/bare_root.sh needs root)"
+    return
+  fi
+  scripts/wheels.sh --cpu --python build/venv/bin/python --out build/wheels/dist
+  scripts/bare_root.sh build/wheels/dist "$suite" >&2
+}
+
 # Rings are tested over MPI, too; the library does without.
 install_mpi() {
   if have mpirun && have_package libopenmpi-dev; then return; fi
@@ -128,6 +146,7 @@ ctest --preset "$preset" --parallel "$(nproc)" "${labels[@]}" "${ctest_arguments
 
 if [[ $python == yes ]]; then
   test_python
+  if [[ $all == yes && -x build/venv/bin/python ]]; then test_wheel; fi
 fi
 for part in "${left_out[@]}"; do say "left out: $part"; done
 say "all tests passed"

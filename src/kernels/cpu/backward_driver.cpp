@@ -1,22 +1,15 @@
 // Backward of a call: splits keys over threads, sums gradients of several branches, fills rows that nothing covers.
-#include <algorithm>
-#include <cstring>
-#include <limits>
 #include <new>
 
 #include "kernels/cpu/drive.h"
 #include "kernels/cpu/work.h"
-#include "plan/strands.h"
-#include "util/parallel.h"
 
 namespace longspan::cpu {
 namespace {
 
 using strands::ceil_divide;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::int64_t kAllHeads = std::numeric_limits<std::int64_t>::max();
-constexpr std::int64_t kRowsPerSweep = 256;
 // Strands are cut until there are this many parts (if their length allows). A number of the problem alone: the cut
 // decides the order in which dq is summed, so it must not look at the threads.
 constexpr double kPartsWanted = 64;
@@ -81,26 +74,25 @@ struct BackwardWorkspace {
   std::byte* threads;
   std::size_t bytes_per_thread;
 
-  BackwardWorkspace(Workspace& workspace, const Engine& engine, const Plan& plan, int thread_count) {
+  BackwardWorkspace(Arena& workspace, const Engine& engine, const Plan& plan, int thread_count) {
     const Problem& p = plan.problem();
     const bool narrow = p.dtype != DType::f32;
     if (narrow && (plan.merges_branches() || strands_cut(engine, plan)))
-      dq = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
+      dq = take_rows(workspace, p.batch, p.query_rows, p.heads, p.head_dim);
     if (narrow && kv_heads_shared(plan) && !p.has_piece_gradients) {
-      dk = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
-      dv = workspace.rows(p.batch, p.tokens, p.kv_heads, p.head_dim);
+      dk = take_rows(workspace, p.batch, p.tokens, p.kv_heads, p.head_dim);
+      dv = take_rows(workspace, p.batch, p.tokens, p.kv_heads, p.head_dim);
     }
-    if (plan.options().detached_mix) delta = workspace.rows(p.batch, p.query_rows, p.heads, 1);
+    if (plan.options().detached_mix) delta = take_rows(workspace, p.batch, p.query_rows, p.heads, 1);
     for (std::size_t branch = 0; branch < plan.branches().size(); ++branch) {
       const Section section = backward_section(engine, plan, static_cast<std::int64_t>(branch));
       ticket_count += section.all_tickets(plan);
     }
-    tickets = reinterpret_cast<std::atomic<std::uint32_t>*>(
-        workspace.take(static_cast<std::size_t>(ticket_count) * sizeof(*tickets)));
+    tickets = workspace.take<std::atomic<std::uint32_t>>(ticket_count);
     bytes_per_thread = engine.backward_bytes(p.head_dim, task_keys(engine, plan));
     if (plan.options().detached_mix)
       bytes_per_thread = std::max(bytes_per_thread, forward_thread_bytes(engine, plan, thread_count));
-    threads = workspace.take(bytes_per_thread * static_cast<std::size_t>(thread_count));
+    threads = workspace.take(static_cast<std::int64_t>(bytes_per_thread) * thread_count);
   }
 };
 
@@ -148,82 +140,60 @@ void run_sections(const Engine& engine, const BackwardShared& shared, std::int64
   });
 }
 
-/// body(entry, first_row, last_row, head) over all rows, in chunks.
-template <class Body>
-void sweep(std::int64_t batch, std::int64_t rows, std::int64_t heads, int threads, const LoopControl& control,
-           Body&& body) {
-  const std::int64_t chunks = (rows + kRowsPerSweep - 1) / kRowsPerSweep;
-  parallel_for(threads, batch * heads * chunks, control, [&](int, std::int64_t item) {
-    const std::int64_t chunk = item % chunks, head = item / chunks % heads, entry = item / chunks / heads;
-    body(entry, chunk * kRowsPerSweep, std::min((chunk + 1) * kRowsPerSweep, rows), head);
-  });
-}
-
-std::byte* row_bytes(const TensorView& view, std::int64_t entry, std::int64_t row, std::int64_t head) {
-  return static_cast<std::byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype);
-}
-
 /// Zeros in dk and dv where no strand has the row; every other row is written by the one task that owns it.
 void clear_uncovered_keys(const BackwardShared& shared, int threads, const LoopControl& control) {
   const Plan& plan = shared.plan;
   const Problem& problem = plan.problem();
   const std::int64_t group = problem.heads / problem.kv_heads;
   const std::size_t bytes = static_cast<std::size_t>(problem.head_dim * size_of(problem.dtype));
+  const auto covered = [&](std::int64_t length, std::int64_t kv_head, std::int64_t position) {
+    if (position >= length) return false;
+    for (const BranchPlan& branch : plan.branches()) {
+      if (!branch.active(length)) continue;
+      const std::int64_t first = std::max(kv_head * group, branch.head_begin);
+      const std::int64_t last = std::min((kv_head + 1) * group, branch.head_begin + branch.head_count);
+      if (first < last && branch.dilation == 1) return true;
+      for (std::int64_t head = first; head < last; ++head) {
+        if (branch.covers(head, position)) return true;
+      }
+    }
+    return false;
+  };
   sweep(problem.batch, problem.tokens, problem.kv_heads, threads, control,
-        [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t kv_head) {
-          const std::int64_t length = shared.length(entry);
-          const auto covered = [&](std::int64_t position) {
-            if (position >= length) return false;
-            for (const BranchPlan& branch : plan.branches()) {
-              if (!branch.active(length)) continue;
-              const std::int64_t first = std::max(kv_head * group, branch.head_begin);
-              const std::int64_t last = std::min((kv_head + 1) * group, branch.head_begin + branch.head_count);
-              if (first < last && branch.dilation == 1) return true;
-              for (std::int64_t head = first; head < last; ++head) {
-                if (branch.covers(head, position)) return true;
-              }
-            }
-            return false;
-          };
-          for (std::int64_t row = begin; row < end; ++row) {
-            if (covered(row)) continue;
-            std::memset(row_bytes(shared.dk, entry, row, kv_head), 0, bytes);
-            std::memset(row_bytes(shared.dv, entry, row, kv_head), 0, bytes);
-          }
+        [&](std::int64_t entry, std::int64_t row, std::int64_t kv_head) {
+          if (covered(shared.length(entry), kv_head, row)) return;
+          std::memset(row_place(shared.dk, entry, row, kv_head), 0, bytes);
+          std::memset(row_place(shared.dv, entry, row, kv_head), 0, bytes);
         });
 }
 
-void clear_sums(const FloatRows& sums, std::int64_t batch, std::int64_t rows, std::int64_t heads, std::int64_t columns,
-                int threads, const LoopControl& control) {
-  sweep(batch, rows, heads, threads, control,
-        [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
-          for (std::int64_t row = begin; row < end; ++row)
-            std::memset(sums.at(entry, row, head), 0, static_cast<std::size_t>(columns) * sizeof(float));
-        });
+void clear_sums(const FloatRows& sums, std::int64_t rows, std::int64_t heads, const Problem& problem, int threads,
+                const LoopControl& control) {
+  sweep(problem.batch, rows, heads, threads, control, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+    std::memset(sums.at(entry, row, head), 0, static_cast<std::size_t>(problem.head_dim) * sizeof(float));
+  });
 }
 
 void convert_sums(const Engine& engine, const TensorView& view, const FloatRows& sums, int threads,
                   const LoopControl& control) {
   sweep(view.batch(), view.rows(), view.heads(), threads, control,
-        [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
-          for (std::int64_t row = begin; row < end; ++row) {
-            engine.store_row(view.dtype, row_bytes(view, entry, row, head), sums.at(entry, row, head), 1.0f,
-                             view.columns());
-          }
+        [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+          engine.store_row(view.dtype, row_place(view, entry, row, head), sums.at(entry, row, head), 1.0f,
+                           view.columns());
         });
 }
 
 }  // namespace
 
 std::size_t backward_workspace(const Engine& engine, const Plan& plan, int threads) {
-  Workspace workspace(nullptr);
+  Arena workspace;
   BackwardWorkspace(workspace, engine, plan, threads);
   return workspace.used();
 }
 
 void run_backward(const Engine& engine, const BackwardArguments& a) {
   const Problem& problem = a.plan.problem();
-  Workspace workspace(a.workspace);
+  Arena workspace(a.workspace);
   const BackwardWorkspace memory(workspace, engine, a.plan, a.threads);
   for (std::int64_t i = 0; i < memory.ticket_count; ++i) new (memory.tickets + i) std::atomic<std::uint32_t>(0);
   const bool narrow = problem.dtype != DType::f32;
@@ -244,13 +214,12 @@ void run_backward(const Engine& engine, const BackwardArguments& a) {
   shared.delta = memory.delta;
 
   LoopControl control{a.call.cancel, &a.call.progress, 0.0, 0.02};
-  if (shared.add_queries)
-    clear_sums(shared.dq_sums, problem.batch, problem.query_rows, problem.heads, problem.head_dim, a.threads, control);
+  if (shared.add_queries) clear_sums(shared.dq_sums, problem.query_rows, problem.heads, problem, a.threads, control);
   if (problem.has_piece_gradients) {
     // The caller's rows are added to.
   } else if (shared.add_keys) {
-    clear_sums(shared.dk_sums, problem.batch, problem.tokens, problem.kv_heads, problem.head_dim, a.threads, control);
-    clear_sums(shared.dv_sums, problem.batch, problem.tokens, problem.kv_heads, problem.head_dim, a.threads, control);
+    clear_sums(shared.dk_sums, problem.tokens, problem.kv_heads, problem, a.threads, control);
+    clear_sums(shared.dv_sums, problem.tokens, problem.kv_heads, problem, a.threads, control);
   } else {
     clear_uncovered_keys(shared, a.threads, control);
   }
@@ -273,17 +242,7 @@ void run_backward(const Engine& engine, const BackwardArguments& a) {
     convert_sums(engine, a.dk, memory.dk, a.threads, control);
     convert_sums(engine, a.dv, memory.dv, a.threads, control);
   }
-  const std::size_t bytes = static_cast<std::size_t>(problem.head_dim * size_of(problem.dtype));
-  // Rows without keys have lse -inf, whether a branch covers them or not.
-  sweep(problem.batch, problem.query_rows, problem.heads, a.threads, control,
-        [&](std::int64_t entry, std::int64_t begin, std::int64_t end, std::int64_t head) {
-          for (std::int64_t row = begin; row < end; ++row) {
-            std::byte* const target = row_bytes(a.dq, entry, row, head);
-            if (*a.lse.at<float>(entry, row, head) == -kInfinity) std::memset(target, 0, bytes);
-            else if (memory.dq.data)
-              engine.store_row(a.dq.dtype, target, memory.dq.at(entry, row, head), 1.0f, problem.head_dim);
-          }
-        });
+  finish_rows(engine, a.dq, a.lse, memory.dq, a.threads, control);  // whether a branch covers a row or not
 }
 
 }  // namespace longspan::cpu

@@ -8,8 +8,8 @@ namespace longspan::cpu {
 namespace HWY_NAMESPACE {
 namespace {
 
-/// DropoutRule for one query row. A counter is the lower half of a 64-bit lane: products leave both of their halves where
-/// they are needed, and what stands above a lower half never counts.
+/// DropoutRule for one query row. A counter is the lower half of a 64-bit lane: products leave both of their halves
+/// where they are needed, and what stands above a lower half never counts.
 class DropoutRow {
  public:
   /// Keys are drawn in multiples of it.

@@ -67,6 +67,13 @@ struct FloatRows {
   }
 };
 
+template <class View>
+inline auto* row_place(const View& view, std::int64_t entry, std::int64_t row, std::int64_t head) {
+  using Byte =
+      std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>, const std::byte, std::byte>;
+  return static_cast<Byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype);
+}
+
 struct ForwardShared : CallShared {
   using CallShared::CallShared;
   TensorView out;

@@ -1,21 +1,13 @@
 // Forward of a call: splits query rows over threads, mixes branches in their order, fills rows that nothing covers.
-#include <algorithm>
-#include <cstring>
-#include <limits>
-
 #include "kernels/cpu/drive.h"
 #include "kernels/cpu/work.h"
-#include "plan/strands.h"
-#include "util/parallel.h"
 
 namespace longspan::cpu {
 namespace {
 
 using strands::ceil_divide;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::int64_t kMostSharedHeads = 64;  // of one task
-constexpr std::int64_t kRowsPerSweep = 256;    // of a task that only fills or converts
 constexpr std::size_t kMostSections = 64;      // of one loop; calls with many query ranges take several loops
 constexpr std::int64_t kTasksPerThread = 4;
 
@@ -24,13 +16,13 @@ struct ForwardWorkspace {
   std::byte* threads;
   std::size_t bytes_per_thread;
 
-  ForwardWorkspace(Workspace& workspace, const Engine& engine, const Plan& plan, int thread_count) {
+  ForwardWorkspace(Arena& workspace, const Engine& engine, const Plan& plan, int thread_count) {
     const Problem& p = plan.problem();
     if (plan.merges_branches() && p.dtype != DType::f32)
-      sums = workspace.rows(p.batch, p.query_rows, p.heads, p.head_dim);
-    lse = workspace.rows(p.batch, p.heads, p.query_rows, 1);
+      sums = take_rows(workspace, p.batch, p.query_rows, p.heads, p.head_dim);
+    lse = take_rows(workspace, p.batch, p.heads, p.query_rows, 1);
     bytes_per_thread = forward_thread_bytes(engine, plan, thread_count);
-    threads = workspace.take(bytes_per_thread * static_cast<std::size_t>(thread_count));
+    threads = workspace.take(static_cast<std::int64_t>(bytes_per_thread) * thread_count);
   }
 };
 
@@ -120,18 +112,6 @@ void run_branches(const Engine& engine, const ForwardShared& shared, std::int64_
   flush();
 }
 
-/// body(entry, row, head) over all query rows, in parallel over chunks of rows of one head.
-template <class Body>
-void sweep_queries(const Problem& problem, int threads, const LoopControl& control, Body&& body) {
-  const std::int64_t chunks = (problem.query_rows + kRowsPerSweep - 1) / kRowsPerSweep;
-  parallel_for(threads, problem.batch * problem.heads * chunks, control, [&](int, std::int64_t item) {
-    const std::int64_t chunk = item % chunks, head = item / chunks % problem.heads,
-                       entry = item / chunks / problem.heads;
-    const std::int64_t end = std::min((chunk + 1) * kRowsPerSweep, problem.query_rows);
-    for (std::int64_t row = chunk * kRowsPerSweep; row < end; ++row) body(entry, row, head);
-  });
-}
-
 }  // namespace
 
 std::int64_t forward_task_rows(const Engine& engine, const Plan& plan, int threads) {
@@ -172,27 +152,28 @@ std::size_t forward_thread_bytes(const Engine& engine, const Plan& plan, int thr
 }
 
 std::size_t forward_workspace(const Engine& engine, const Plan& plan, int threads) {
-  Workspace workspace(nullptr);
+  Arena workspace;
   ForwardWorkspace(workspace, engine, plan, threads);
   return workspace.used();
 }
 
 void run_forward(const Engine& engine, const ForwardArguments& a) {
   const Problem& problem = a.plan.problem();
-  Workspace workspace(a.workspace);
+  Arena workspace(a.workspace);
   const ForwardWorkspace memory(workspace, engine, a.plan, a.threads);
   ForwardShared shared(a.plan, a.call, a.ranges, a.q, a.k, a.v);
   shared.out = a.out;
   shared.lse =
       a.lse.given() ? a.lse : TensorView::lse(memory.lse.data, problem.batch, problem.query_rows, problem.heads);
-  const bool mixing = a.plan.merges_branches(), convert = memory.sums.data != nullptr;
-  if (mixing) shared.sums = convert ? memory.sums : rows_of(a.out);
+  const bool mixing = a.plan.merges_branches();
+  if (mixing) shared.sums = memory.sums.data ? memory.sums : rows_of(a.out);
 
   LoopControl control{a.call.cancel, &a.call.progress, 0.0, 0.01};
   if (!a.part || a.part->first) {
-    sweep_queries(problem, a.threads, control, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
-      *shared.lse.at<float>(entry, row, head) = -kInfinity;
-    });
+    sweep(problem.batch, problem.query_rows, problem.heads, a.threads, control,
+          [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
+            *shared.lse.at<float>(entry, row, head) = -std::numeric_limits<float>::infinity();
+          });
   }
   const std::int64_t branches = static_cast<std::int64_t>(a.plan.branches().size());
   const std::int64_t steps = mixing ? branches : 1;
@@ -207,14 +188,7 @@ void run_forward(const Engine& engine, const ForwardArguments& a) {
   // A row that no branch wrote still has its first lse.
   control.progress_begin = control.progress_end;
   control.progress_end = 1.0;
-  const std::int64_t row_bytes = problem.head_dim * size_of(a.out.dtype);
-  sweep_queries(problem, a.threads, control, [&](std::int64_t entry, std::int64_t row, std::int64_t head) {
-    std::byte* const target =
-        static_cast<std::byte*>(a.out.data) + a.out.offset(entry, row, head) * size_of(a.out.dtype);
-    if (*shared.lse.at<float>(entry, row, head) == -kInfinity)
-      std::memset(target, 0, static_cast<std::size_t>(row_bytes));
-    else if (convert) engine.store_row(a.out.dtype, target, shared.sums.at(entry, row, head), 1.0f, problem.head_dim);
-  });
+  finish_rows(engine, a.out, shared.lse, memory.sums, a.threads, control);
 }
 
 void run_branch_deltas(const Engine& engine, const BackwardArguments& a, std::int64_t branch, const FloatRows& delta,

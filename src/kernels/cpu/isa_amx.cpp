@@ -25,16 +25,6 @@ bool amx_permitted() {
 #endif
 }
 
-constinit const Engine kAmxEngine = {.name = "cpu-amx",
-                                     .missing = missing_amx,
-                                     .bf16_products = true,
-                                     .forward_row_budget = 128 * 1024,
-                                     .backward_key_budget = 128 * 1024,
-                                     .backward_key_tile = N_AVX3::AmxBackward::kKeyTile,
-                                     .forward_bytes = N_AVX3::forward_bytes<N_AVX3::AmxForward>,
-                                     .backward_bytes = N_AVX3::backward_bytes<N_AVX3::AmxBackward>,
-                                     .forward = N_AVX3::forward<N_AVX3::AmxForward>,
-                                     .backward = N_AVX3::backward<N_AVX3::AmxBackward>,
-                                     .store_row = N_AVX3::store_row};
+constinit const Engine kAmxEngine = N_AVX3::engine_of<N_AVX3::AmxForward, N_AVX3::AmxBackward>("cpu-amx", missing_amx);
 
 }  // namespace longspan::cpu

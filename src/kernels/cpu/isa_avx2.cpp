@@ -2,9 +2,9 @@
 #include "hwy/detect_targets.h"
 #undef HWY_TARGET
 #define HWY_TARGET HWY_AVX2
-#include "kernels/cpu/float_engine-inl.h"
+#include "kernels/cpu/engine-inl.h"
 #include "kernels/cpu/isa.h"
 
 namespace longspan::cpu {
-constinit const Engine kAvx2Engine = N_AVX2::float_engine("cpu-avx2", missing_avx2);
+constinit const Engine kAvx2Engine = N_AVX2::engine_of("cpu-avx2", missing_avx2);
 }  // namespace longspan::cpu

@@ -11,17 +11,8 @@
 
 namespace longspan::cpu {
 
-constinit const Engine kAvx512Bf16Engine = {
-    .name = "cpu-avx512-bf16",
-    .missing = missing_avx512_bf16,
-    .bf16_products = true,
-    .forward_row_budget = 128 * 1024,
-    .backward_key_budget = 128 * 1024,
-    .backward_key_tile = N_AVX3::VectorBackward<N_AVX3::PairLayout<1>>::kKeyTile,
-    .forward_bytes = N_AVX3::forward_bytes<N_AVX3::VectorForward<N_AVX3::PairLayout<1>>>,
-    .backward_bytes = N_AVX3::backward_bytes<N_AVX3::VectorBackward<N_AVX3::PairLayout<1>>>,
-    .forward = N_AVX3::forward<N_AVX3::VectorForward<N_AVX3::PairLayout<1>>>,
-    .backward = N_AVX3::backward<N_AVX3::VectorBackward<N_AVX3::PairLayout<1>>>,
-    .store_row = N_AVX3::store_row};
+constinit const Engine kAvx512Bf16Engine =
+    N_AVX3::engine_of<N_AVX3::VectorForward<N_AVX3::PairLayout<1>>, N_AVX3::VectorBackward<N_AVX3::PairLayout<1>>>(
+        "cpu-avx512-bf16", missing_avx512_bf16);
 
 }  // namespace longspan::cpu

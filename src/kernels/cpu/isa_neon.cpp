@@ -2,9 +2,9 @@
 #include "hwy/detect_targets.h"
 #undef HWY_TARGET
 #define HWY_TARGET HWY_NEON
-#include "kernels/cpu/float_engine-inl.h"
+#include "kernels/cpu/engine-inl.h"
 #include "kernels/cpu/isa.h"
 
 namespace longspan::cpu {
-constinit const Engine kNeonEngine = N_NEON::float_engine("cpu-neon", missing_neon);
+constinit const Engine kNeonEngine = N_NEON::engine_of("cpu-neon", missing_neon);
 }  // namespace longspan::cpu

@@ -2,9 +2,9 @@
 #include "hwy/detect_targets.h"
 #undef HWY_TARGET
 #define HWY_TARGET HWY_SSE4
-#include "kernels/cpu/float_engine-inl.h"
+#include "kernels/cpu/engine-inl.h"
 #include "kernels/cpu/isa.h"
 
 namespace longspan::cpu {
-constinit const Engine kSse4Engine = N_SSE4::float_engine("cpu-sse4", missing_sse4);
+constinit const Engine kSse4Engine = N_SSE4::engine_of("cpu-sse4", missing_sse4);
 }  // namespace longspan::cpu

@@ -3,9 +3,9 @@
 #include "hwy/detect_targets.h"
 #undef HWY_TARGET
 #define HWY_TARGET HWY_SVE_256
-#include "kernels/cpu/float_engine-inl.h"
+#include "kernels/cpu/engine-inl.h"
 #include "kernels/cpu/isa.h"
 
 namespace longspan::cpu {
-constinit const Engine kSveEngine = N_SVE_256::float_engine("cpu-sve", missing_sve);
+constinit const Engine kSveEngine = N_SVE_256::engine_of("cpu-sve", missing_sve);
 }  // namespace longspan::cpu

@@ -195,13 +195,6 @@ inline void point_to_rows(const CallShared& shared, const StrandTask& task, std:
   for (std::int64_t index = count; index < padded; ++index) k_rows[index] = v_rows[index] = zero_row();
 }
 
-template <class View>
-HWY_INLINE auto row_place(const View& view, std::int64_t entry, std::int64_t row, std::int64_t head) {
-  using Byte =
-      std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>, const std::byte, std::byte>;
-  return static_cast<Byte*>(view.data) + view.offset(entry, row, head) * size_of(view.dtype);
-}
-
 /// Keys of strand rows begin .. end on their way to the cache; those of pieces are left to the moment they are packed.
 inline void prefetch_keys(const CallShared& shared, const StrandTask& task, std::int64_t begin, std::int64_t end) {
   if (!shared.call.pieces.empty()) return;

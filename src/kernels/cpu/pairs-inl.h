@@ -5,8 +5,7 @@
 // sums are not; the dot product flushes denormals, as the instruction does.
 #pragma once
 
-#include "kernels/cpu/backward-inl.h"
-#include "kernels/cpu/forward-inl.h"
+#include "kernels/cpu/engine-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::cpu {

@@ -1,24 +1,14 @@
-// Consumers of the Hopper forward: the arithmetic of attention, 64 query rows for each warp group (see forward.cuh).
+// Consumers of the Hopper forward (see forward.cuh): each warp group has 64 query rows and goes through the keys of an
+// item, from the last tile to the first: scores, mask, softmax, accumulate; the epilogue merges and stores.
 #pragma once
 
 #include "kernels/hopper/extras.cuh"
 #include "kernels/hopper/lists.cuh"
 #include "kernels/hopper/shape.cuh"
+#include "kernels/hopper/softmax.cuh"
 #include "kernels/hopper/wgmma.cuh"
 
 namespace longspan::hopper {
-
-using cuda::fast_exp2;
-using cuda::kLn2;
-
-/// Rows whose maximum grew by less than kSlack, in base 2, keep the old one. No more than that, since the weight of a
-/// key that has nearly all of it is rounded then, where it would be 1 (docs/hopper_backward.md, "Errors").
-inline constexpr float kSlack = 2.0f;
-/// Above this a product's rounding shows in a fused difference from the maximum, which is rounded, too: a weight could
-/// overflow. Both are then rounded alike.
-inline constexpr float kLarge = 16384.0f;
-
-__device__ __forceinline__ float finite(float largest) { return largest == -LONGSPAN_INFINITY ? 0.0f : largest; }
 
 /// One warp group of consumers: 64 query rows. A thread has two of them, 8 apart, and of each two columns in every 8.
 template <class S>
@@ -37,7 +27,7 @@ struct Consumer {
   float scores[kKeys / 2];
   float out[kColumns / 2];
   std::uint32_t weights[kKeys / 4];
-  float largest[2], sum[2];
+  Softmax<kKeys> softmax;
   std::uint32_t taken = 0;
   Ring<S::kStages> k, v;
   Ring<S::kQuerySlots> q;
@@ -45,7 +35,7 @@ struct Consumer {
   // those below `unmasked` need no mask.
   int skipped_before, skipped_after, first_tile, end_tile, unmasked, keys, own_row;
   int passed = 0;  // lists: tiles since the last one computed whose values are still to be handed on
-  bool idle;       // the group has no rows: it computes one tile, for form's sake
+  bool idle;       // the group has no rows: it computes one tile, so that its pipeline is that of the others
   std::uint32_t q_tile;
   float factor;  // takes scores to base 2
   [[no_unique_address]] std::conditional_t<S::kExtras, Extras<S>, NoExtras> extras;
@@ -86,7 +76,7 @@ struct Consumer {
   __device__ __forceinline__ void release_value(std::uint32_t stage) const {
     if (lane == 0) arrive(memory.value_free(stage));
   }
-  /// Tiles this group does not need: it only hands stages and token on.
+  /// Releases the stages of tiles that this group does not need, and passes the token on.
   __device__ __forceinline__ void skip(int count) {
     for (int i = 0; i < count; ++i) {
       await_key();
@@ -99,7 +89,8 @@ struct Consumer {
     }
   }
 
-  /// The next item, or false. Counts go through a shuffle so that they and all that follows from them stay uniform.
+  /// Fetches the next item; false if there is none. Counts go through a shuffle, so that the compiler sees that they
+  /// and what follows from them are uniform.
   __device__ __forceinline__ bool fetch() {
     wait(memory.query_full(q.stage), q.parity);
     const auto& task = tasks[taken % kTaskSlots][packed_index];
@@ -164,8 +155,8 @@ struct Consumer {
     add = 1;
   }
 
-  /// What the producer says of the tile of keys that is next; read early, since its way to a branch is long, and by the
-  /// lane that gives the tile's place back.
+  /// The producer's note on the next tile of keys. It is read early, because branches wait for it, and by the lane that
+  /// releases the stage.
   __device__ __forceinline__ ListNote read_note() const {
     if constexpr (S::kLists) return {uniform(lane == 0 ? notes[k.stage] : 0)};
     else return {0};
@@ -183,74 +174,20 @@ struct Consumer {
     }
   }
 
-  /// Raises the maxima of rows that grew too far. Returns whether any of the warp's did; factors of the others are 1.
-  __device__ __forceinline__ bool raise(float (&correction)[2]) {
-    float even[2] = {fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])};
-    float odd[2] = {fmaxf(scores[4], scores[5]), fmaxf(scores[6], scores[7])};
-#pragma unroll
-    for (int j = 8; j < kKeys / 2; j += 8) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        even[half] = fmaxf(even[half], fmaxf(scores[j + 2 * half], scores[j + 2 * half + 1]));
-        odd[half] = fmaxf(odd[half], fmaxf(scores[j + 2 * half + 4], scores[j + 2 * half + 5]));
-      }
-    }
-    float top[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      top[half] = fmaxf(even[half], odd[half]);
-      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
-      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2)) * factor;
-    }
-    const bool grew[2] = {top[0] > largest[0] + kSlack, top[1] > largest[1] + kSlack};
-    const bool any = __any_sync(~0u, grew[0] || grew[1]);
-    if (any) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float next = grew[half] ? top[half] : largest[half];
-        correction[half] = fast_exp2(largest[half] - finite(next));
-        largest[half] = next;
-        sum[half] *= correction[half];
-      }
-    }
-    return any;
-  }
   __device__ __forceinline__ void rescale(const float (&correction)[2]) {
 #pragma unroll
     for (int j = 0; j < kColumns / 2; ++j) out[j] *= correction[j / 2 % 2];
   }
-  /// Subtracts maxima that are large before scores are multiplied.
-  __device__ __forceinline__ void subtract_large(float (&shift)[2]) {
-    const float unit = 1.0f / factor;
-    bool large[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) large[half] = fabsf(shift[half]) > kLarge;
-#pragma unroll
-    for (int j = 0; j < kKeys / 2; ++j)
-      if (large[j / 2 % 2]) scores[j] = (__fmul_rn(scores[j], factor) + shift[j / 2 % 2]) * unit;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (large[half]) shift[half] = 0.0f;
-  }
-  /// scores become weights, exp2(score - maximum), which are summed in float32 and packed for P V.
-  __device__ __forceinline__ void exponentiate() {
-    float shift[2] = {-finite(largest[0]), -finite(largest[1])};
-    if (__any_sync(~0u, fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kLarge)) [[unlikely]]
-      subtract_large(shift);
-    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < kKeys / 2; ++j) {
-      scores[j] = fast_exp2(fmaf(scores[j], factor, shift[j / 2 % 2]));
-      part[j % 4] += scores[j];
-    }
-    sum[0] += part[0] + part[1];
-    sum[1] += part[2] + part[3];
+  /// Weights of the next P V, without those that dropout drops.
+  __device__ __forceinline__ void exponentiate(ListNote note, int tile) {
+    softmax.exponentiate(scores, factor);
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
+    if constexpr (S::kExtras) extras.drop(weights, first_key(note, tile));
   }
 
-  /// Rows after the strand's end are other strands': they get weight 0, but 0 times NaN is NaN, so they become zeros.
-  /// Every group writes them itself, so that none has to wait for another.
+  /// Rows after the strand's end belong to other strands. Their weight is 0, but 0 * NaN is NaN, so their values are
+  /// overwritten with zeros. Every group does this itself, so that no group waits for another.
   __device__ __forceinline__ void clear_values_beyond(int end) {
     if (S::kExtras && a.base.rules.key_mask) return;  // the producer has
     await_value();
@@ -275,7 +212,7 @@ struct Consumer {
   __device__ __forceinline__ static int first_key(ListNote note, int tile) {
     return S::kLists ? note.first_key() : tile * kKeys;
   }
-  /// Gives a tile of keys back whose products are done, which become scores.
+  /// Releases the stage of K, and makes masked scores of its products.
   __device__ __forceinline__ void begin_scores(ListNote note, int tile) {
     unsigned allowed = TileBits<S>::kAll;
     if constexpr (S::kExtras) {
@@ -291,8 +228,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void first_softmax() {
-    largest[0] = largest[1] = -LONGSPAN_INFINITY;
-    sum[0] = sum[1] = 0.0f;
+    softmax.begin();
     add = 0;
     const ListNote note = read_note();
     begin_scores(note, end_tile - 1);
@@ -302,12 +238,11 @@ struct Consumer {
       if (end_tile * kKeys > keys && !idle) clear_values_beyond(keys - (end_tile - 1) * kKeys);
     }
     float correction[2];
-    raise(correction);
-    exponentiate();
-    if constexpr (S::kExtras) extras.drop(weights, first_key(note, end_tile - 1));
+    softmax.raise(scores, factor, correction);
+    exponentiate(note, end_tile - 1);
   }
-  /// Lists: hands on the next tile of keys if this group does not see it. The values of the last tile are still held,
-  /// so the stages left limit how many may be passed in a row; more are computed, masked.
+  /// Lists: skips the next tile of keys if this group does not see it. The stage of the last tile's values is still
+  /// held, so the other stages limit how many tiles can be skipped in a row; further ones are computed, masked.
   __device__ __forceinline__ bool pass() {
     await_key();
     if (read_note().sees(group) || passed == S::kStages - 2) return false;
@@ -336,87 +271,39 @@ struct Consumer {
     pass_token();
     begin_scores(note, tile);
     float correction[2];
-    const bool raised = raise(correction);
+    const bool raised = softmax.raise(scores, factor, correction);
     products_wait<0>();
     pin(out);
     if (raised) rescale(correction);
     release_value(v.stage);
     v.advance();
     if constexpr (S::kPasses) pass_values();
-    exponentiate();
-    if constexpr (S::kExtras) extras.drop(weights, first_key(note, tile));
+    exponentiate(note, tile);
     if constexpr (S::kLists) clear_values_after_end(note);
   }
-
-  // Tensor cores truncate what they add, so a running sum loses half a unit of its last place with every product. Sums
-  // of kTilesOfSum tiles, counted from the strand's start (with lists: from the list's end), are therefore closed and
-  // added up in float32. Row sums close a tile later than values, whose last product comes with the next tile's scores.
-  // Totals are in memory, thread by thread: maxima, row sums, values.
 
   /// Whether sums of this item have been closed by its end.
   __device__ __forceinline__ bool has_totals() const {
     if constexpr (S::kExtras) return (end_tile - 1) / kTilesOfSum * kTilesOfSum > first_tile && !idle;
     else return end_tile > kTilesOfSum && !idle;
   }
-  __device__ __forceinline__ float* total(int index) const {
+  __device__ __forceinline__ Totals<kColumns> totals() const {
     const int group_of_all = (blockIdx.x * S::kStreams + stream) * S::kGroups + group;
-    return a.totals + (static_cast<std::int64_t>(group_of_all) * S::kTotals + index) * kGroupThreads + thread;
+    return {a.totals + static_cast<std::int64_t>(group_of_all) * S::kTotals * kGroupThreads + thread};
   }
   __device__ __forceinline__ void close_sums(bool first) {
-    if (!first) {
-      add_total_sums();
-      add_total_values();
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      *total(half) = largest[half];
-      *total(2 + half) = sum[half];
-      sum[half] = 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) *total(4 + j) = out[j];
+    totals().close(softmax, out, first);
     add = 0;
   }
-  /// Adds the totals to row sums; what takes values to the same maximum is left in the place of the maxima.
-  __device__ __forceinline__ void add_total_sums() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor = fast_exp2(*total(half) - finite(largest[half]));
-      *total(half) = factor;
-      sum[half] = fmaf(*total(2 + half), factor, sum[half]);
-    }
-  }
-  __device__ __forceinline__ void add_total_values() {
-    const float factor[2] = {*total(0), *total(1)};
-#pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) out[j] = fmaf(*total(4 + j), factor[j / 2 % 2], out[j]);
-  }
 
-  /// The whole sum of each row, keys that stand for padding included.
-  __device__ __forceinline__ void finish_sums(const Task& task, float (&correction)[2]) {
-    const int padding = task.padding;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-      correction[half] = 1.0f;
-      if (padding > 0) {
-        const float next = fmaxf(largest[half], 0.0f);
-        correction[half] = fast_exp2(largest[half] - next);
-        largest[half] = next;
-        sum[half] = fmaf(static_cast<float>(padding), fast_exp2(-next), sum[half] * correction[half]);
-      }
-    }
-  }
-  __device__ __forceinline__ void write_lse(const Task& task, int row, int half) const {
+  __device__ __forceinline__ void store_lse(const Task& task, int row, int half) const {
     if (!a.base.tensors.lse.data || lane % 4 != 0) return;
     const std::int64_t q_row = task.q_row + static_cast<std::int64_t>(row) * task.stride;
-    a.base.tensors.lse.at(task.entry, q_row, task.head) =
-        sum[half] == 0.0f ? -LONGSPAN_INFINITY : (finite(largest[half]) + __log2f(sum[half])) * kLn2;
+    a.base.tensors.lse.at(task.entry, q_row, task.head) = softmax.lse(half);
   }
 
-  /// Takes up what earlier branches left of rows they share with this one, and puts down the state of rows that a later
-  /// one continues. Returns a bit for each of the two rows that none does.
+  /// Merges the rows with the state that earlier branches left of them, and stores the state of rows that a later
+  /// branch continues. Returns a bit for each of the two rows that no later branch continues.
   __device__ __forceinline__ unsigned merge(const Task& task, std::uint32_t number, int row,
                                             const float (&correction)[2]) {
     constexpr int kPairs = kColumns / 8, kPart = kPairs % 8 == 0 ? 8 : 6;  // of columns; not all at once, for registers
@@ -435,17 +322,17 @@ struct Consumer {
       const std::int64_t packed = first + static_cast<std::int64_t>(own) * task.stride;
       others[half] = shares.others[own];
       state[half] = reinterpret_cast<float2*>(a.base.scratch.state + packed * a.base.tensors.columns) + lane % 4;
-      const float top = fmaxf(largest[half], found.x), grown = fast_exp2(largest[half] - finite(top));
+      const float top = fmaxf(softmax.largest[half], found.x), grown = fast_exp2(softmax.largest[half] - finite(top));
       old_factor[half] = fast_exp2(found.x - finite(top));
       own_factor[half] = correction[half] * grown;
-      largest[half] = top;
-      sum[half] = fmaf(sum[half], grown, found.y * old_factor[half]);
+      softmax.largest[half] = top;
+      softmax.sum[half] = fmaf(softmax.sum[half], grown, found.y * old_factor[half]);
       if (others[half] & 2) {
         if (lane % 4 == 0)
-          __stcg(reinterpret_cast<float2*>(a.base.scratch.state_sums) + packed, make_float2(top, sum[half]));
+          __stcg(reinterpret_cast<float2*>(a.base.scratch.state_sums) + packed, make_float2(top, softmax.sum[half]));
       } else if (own < task.rows) {
         finished |= 1u << half;
-        write_lse(task, own, half);
+        store_lse(task, own, half);
       }
     }
     const std::uint32_t held = memory.state(row) + lane % 4 * 8;
@@ -480,10 +367,9 @@ struct Consumer {
   __device__ __forceinline__ float output_scale() const {
     return S::kExtras ? a.base.rules.output_scale * a.base.rules.keep_factor : a.base.rules.output_scale;
   }
-  /// Rows go out through the group's own Q tile: a whole tile by the copy engine, others row by row.
-  __device__ __forceinline__ void write(const typename S::Item& task, std::uint32_t number, std::uint32_t tile,
-                                        bool totals, float (&factor)[2]) {
-    if (totals) add_total_values();
+  /// Stores rows through the group's own Q tile: a whole tile by TMA, others row by row.
+  __device__ __forceinline__ void store(const typename S::Item& task, std::uint32_t number, std::uint32_t tile,
+                                        float (&factor)[2]) {
     const int warp = thread / kWarpThreads, warp_row = warp * 16, row = warp_row + lane / 4;
     const int rows = task.rows - first_row;
     unsigned finished = (row < rows) | (row + 8 < rows) << 1;
@@ -495,7 +381,7 @@ struct Consumer {
     if constexpr (S::kLists || S::kExtras) {
 #pragma unroll
       for (int j = 0; j < kColumns / 2; ++j)  // rows without keys: weights of 0 times whatever lay there
-        if (sum[j / 2 % 2] == 0.0f) out[j] = 0.0f;
+        if (softmax.sum[j / 2 % 2] == 0.0f) out[j] = 0.0f;
     }
     if constexpr (S::kMerges) {
       finished = merge(task, number, first_row + row, factor);
@@ -503,7 +389,7 @@ struct Consumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      factor[half] *= sum[half] == 0.0f ? 0.0f : __fdividef(output_scale(), sum[half]);
+      factor[half] *= softmax.sum[half] == 0.0f ? 0.0f : __fdividef(output_scale(), softmax.sum[half]);
     const std::uint32_t target = tile + row * 128 + lane % 4 * 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
@@ -528,7 +414,7 @@ struct Consumer {
         store_global(place + chunk * 8, words);
       }
     }
-    fence_shared();  // next the copy engine reads this tile, or loads another into its place
+    fence_shared();  // TMA reads this tile next, or loads another one over it
     sync_group();
     if (thread != 0) return;
     if (!whole) return;
@@ -539,8 +425,8 @@ struct Consumer {
     commit_stores();
   }
 
-  /// All tiles of an item but its last, whose scores came with the item before. The last values of a sum are added in
-  /// the turn of the tile below it.
+  /// All tiles of an item but its last one, whose scores were computed with the item before. The last values of a sum
+  /// are added with the tile below it.
   __device__ __forceinline__ void other_tiles() {
     if constexpr (S::kLists) {  // one loop: in two, stages would leave the uniform registers
       for (int tile = end_tile - 2; tile >= 0; --tile) {
@@ -562,27 +448,27 @@ struct Consumer {
     }
   }
 
-  /// Ends an item and begins the next: its first Q K^T runs while this one's rows are written.
+  /// Epilogue of an item; the first Q K^T of the next item runs meanwhile.
   __device__ __forceinline__ bool end_and_begin() {
     const auto& task = tasks[taken % kTaskSlots][packed_index];
     const std::uint32_t slot = q.stage, tile = q_tile;
     const int unneeded = skipped_after;
-    const bool totals = has_totals();
-    if (totals) add_total_sums();
+    const bool closed = has_totals();
+    if (closed) totals().add_sums(softmax);
     await_value();
     const std::uint32_t last = v.stage;
     multiply_values();
     v.advance();
     float correction[2];
-    finish_sums(task, correction);
+    softmax.finish(task.padding, correction);
     if constexpr (!S::kMerges) {
       const int row = first_row + thread / kWarpThreads * 16 + lane / 4;
       const auto exists = [&](int own) {
         if constexpr (S::kLists) return own < task.rows && own >= task.first_row;
         else return own < task.rows;
       };
-      if (exists(row)) write_lse(task, row, 0);
-      if (exists(row + 8)) write_lse(task, row + 8, 1);
+      if (exists(row)) store_lse(task, row, 0);
+      if (exists(row + 8)) store_lse(task, row + 8, 1);
     }
     const bool early = S::kPasses
                            ? passed > 0
@@ -606,13 +492,14 @@ struct Consumer {
     products_wait<1>();
     pin(out);
     if (!early) release_value(last);
-    write(task, taken - 1, tile, totals, correction);
+    if (closed) totals().add_values(out);
+    store(task, taken - 1, tile, correction);
     products_wait<0>();
     pin(scores);
     if (more) first_softmax();
     const std::uint32_t task_free = memory.task_free((taken - 1) % kTaskSlots);
     if constexpr (S::kMerges) arrive(task_free);  // every thread, for racecheck: all of them have read the state
-    if (thread == 0) {                            // late, so that nobody waits for the copy engine
+    if (thread == 0) {                            // last, so that nobody waits for TMA to read the tile
       wait_stores_read<0>();
       arrive(memory.query_free(slot));
       if constexpr (!S::kMerges) arrive(task_free);
@@ -633,7 +520,7 @@ struct Consumer {
       pin(scores);
       first_softmax();
     }
-    // No product is in flight where branches meet: the assembler would serialise all of them.
+    // No product is in flight where branches meet: ptxas would serialise all of them.
     while (more) {
       other_tiles();
       more = end_and_begin();

@@ -55,37 +55,38 @@ template <class S>
 struct TileBits {
   static constexpr unsigned kAll = ~0u >> (32 - S::kKeys / 4);
   unsigned word[4];
-  /// Whether `lane`'s keys are allowed, one of each word.
+  /// Whether a lane's keys are allowed, one of each word.
   struct Bytes {
     bool allowed[4];
-    template <class Item>
-    __device__ __forceinline__ Bytes(const cuda::Launch& a, const Item& task, int first_key, int lane) {
-      const MaskedKeys keys(a, task);
+    __device__ __forceinline__ Bytes(const MaskedKeys& keys, int first_key, int lane) {
+      const int key = first_key + lane / 2 * 8 + lane % 2;
+      const std::uint8_t* const byte = keys.first + key * keys.step;
 #pragma unroll
       for (int m = 0; m < 4; ++m)
-        allowed[m] = lane < S::kKeys / 4 && keys.allowed(first_key + lane / 2 * 8 + 2 * m + lane % 2);
+        allowed[m] = lane < S::kKeys / 4 && key + 2 * m < keys.count && byte[2 * m * keys.step] != 0;
     }
   };
   __device__ __forceinline__ explicit TileBits(const Bytes& bytes) {
 #pragma unroll
     for (int m = 0; m < 4; ++m) word[m] = __ballot_sync(~0u, bytes.allowed[m]);
   }
-  __device__ __forceinline__ void store(std::uint32_t target) const {
-#pragma unroll
-    for (int m = 0; m < 4; ++m) store_word(target + 4 * m, word[m]);
-  }
-  /// Excluded keys get weight 0, but 0 times NaN is NaN, so their values become zeros.
+  __device__ __forceinline__ bool all() const { return (word[0] & word[1] & word[2] & word[3]) == kAll; }
+  /// Excluded keys get weight 0, but 0 times NaN is NaN, so their values become zeros. A lane has every 32nd key, whose
+  /// bits are in one word; where it begins in a row keeps lanes in different banks.
   __device__ __forceinline__ void clear_excluded(std::uint32_t values, int lane) const {
-#pragma unroll 1
-    for (int key = lane; key < S::kKeys; key += cuda::kWarpThreads) {
-      const int pair = key / 2 % 4;
-      const unsigned bits = pair < 2 ? word[pair & 1] : word[2 + (pair & 1)];
-      if (bits >> (key / 8 * 2 + key % 2) & 1) continue;
-#pragma unroll 1
+    const unsigned own = (lane & 4   ? lane & 2 ? word[3] : word[2]
+                            : lane & 2 ? word[1]
+                                     : word[0]) >>
+                         (lane / 8 * 2 + lane % 2);
+    const std::uint32_t first = values + lane * 128 + lane % 8 * 16;
+#pragma unroll
+    for (int key = 0; key < S::kKeys; key += cuda::kWarpThreads) {
+      if (key + lane >= S::kKeys || own >> key / 4 & 1) continue;
+#pragma unroll
       for (int chunk = 0; chunk < 8; ++chunk) {
 #pragma unroll
         for (int block = 0; block < S::kBlocks; ++block)
-          store_zeros(values + block * S::kKeyBlock + key * 128 + (chunk + lane) % 8 * 16);
+          store_zeros((first ^ chunk * 16) + key * 128 + block * S::kKeyBlock);
       }
     }
   }

@@ -1,6 +1,6 @@
 // Forward on Hopper: one block for each multiprocessor, which takes items (a tile of query rows of one strand) until
 // none is left.
-//   producer   a warp group with few registers: one warp looks up items, one thread lets the copy engine load Q, K, V,
+//   producer   a warp group with few registers: one warp looks up items, one thread loads Q, K and V by TMA,
 //              two warps write zeros to rows that no branch covers; where branches merge, one of them brings what
 //              earlier branches left of an item's rows instead; with block masks and one stream it loads V
 //   consumers  kGroups warp groups of 64 query rows each. S = Q K^T reads both from shared memory, P stays in registers

@@ -1,5 +1,5 @@
-// What the Hopper kernel is told: what every CUDA kernel is told, and maps by which the copy engine finds a strand's
-// rows.
+// What the Hopper kernel is told: what every CUDA kernel is told, and the tensor maps by which TMA finds the
+// rows of a strand.
 //   A branch of dilation r sees rows as a grid: row x is at (index x / r, phase x mod r). The rows of a strand are then
 //   neighbours in index at one phase, whatever its segment, and one box of the map is a tile of the strand, read in
 //   place. Phases hold ceil(rows / r) or floor(rows / r) rows; each kind has a map, so nothing past the end is touched.

@@ -7,7 +7,7 @@
 
 namespace longspan::hopper {
 
-/// What consumers are told of a tile of keys: its first key, and in the bits that a multiple of 64 leaves free, whether
+/// The producer's note on a tile of keys: its first key, and in the bits that a multiple of 64 leaves free, whether
 /// group 0 (1: the next bit) masks anything, whether it sees the block at all, and whether the strand ends inside.
 struct ListNote {
   static constexpr int kMasks = 1, kSees = 4, kEnds = 16;
@@ -36,7 +36,7 @@ __device__ __forceinline__ int find_list(const cuda::BlockLists& lists, const cu
   task.list = lists.walk(lists.place(item.entry, item.head, item.tile), 0, keys);
   return max(1, task.list.rows() / S::kKeys);
 }
-/// A warp brings the first entries of a list to shared memory: whoever loads tiles must not wait for memory.
+/// Copies the first entries of a list to shared memory, by a warp, so that loads of tiles need not wait for memory.
 template <class S>
 __device__ __forceinline__ void bring_entries(ListTask& task, int lane) {
   static_assert(kNearEntries == kWarpThreads);
@@ -44,12 +44,12 @@ __device__ __forceinline__ void bring_entries(ListTask& task, int lane) {
 }
 
 /// Index on the grid of a tile's first row, `before` rows after the range's first in its strand; it may be negative,
-/// which the copy engine takes for rows that do not exist.
+/// which TMA takes for rows that do not exist.
 __device__ __forceinline__ int first_index(int q_row, int before, int stride) {
   return (q_row - before * stride) / stride + before;
 }
 
-/// Goes through the tiles of an item; entries that are not in shared memory are read before they are needed.
+/// Walks over the tiles of an item. Entries that are not in shared memory are prefetched.
 template <class S>
 struct ListCursor {
   const ListTask& task;

@@ -1,4 +1,4 @@
-// Maps for the copy engine, and what the Hopper kernels ask of a plan and of the machine.
+// Tensor maps for TMA, and what the Hopper kernels ask of a plan and of the machine.
 #include "kernels/hopper/maps.h"
 
 #include <cudaTypedefs.h>
@@ -163,8 +163,7 @@ Verdict fits(const Plan& plan) {
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
     return no("multiplies 16-bit numbers, tensors are {}", name_of(problem.dtype));
   if (problem.alignment < 16)
-    return no("loads rows by the copy engine: addresses and strides must be multiples of 16 bytes, here of {}",
-              problem.alignment);
+    return no("loads rows by TMA: addresses and strides must be multiples of 16 bytes, here of {}", problem.alignment);
   if (Verdict verdict = fits_masks(plan); !verdict.ok) return verdict;
   if (problem.has_pieces) return no("takes keys in one piece");
   if (problem.query_rows > kMost) return no("counts rows in 32 bits, there are {}", problem.query_rows);

@@ -1,4 +1,4 @@
-// Maps for the copy engine, and what the Hopper kernels ask of a plan and of the machine.
+// Tensor maps for TMA, and what the Hopper kernels ask of a plan and of the machine.
 #pragma once
 
 #include "kernels/hopper/launch.h"
@@ -8,13 +8,12 @@ namespace longspan::hopper {
 
 /// Of tensors whose rows or heads repeat or run backwards in memory, or lie too far apart.
 inline constexpr const char* kNoMap =
-    "loads rows by the copy engine, which takes strides over 0 and below 2^40 bytes: pass contiguous tensors";
+    "loads rows by TMA, which takes strides over 0 and below 2^40 bytes: pass contiguous tensors";
 
 /// What forward and backward need alike.
 Verdict fits(const Plan& plan);
 
-/// Rows of a tensor as the grid of one dilation (launch.h), phases of one kind; false if the copy engine cannot address
-/// it.
+/// Rows of a tensor as the grid of one dilation (launch.h), phases of one kind; false if TMA cannot address it.
 bool encode(CUtensorMap& map, const ConstTensorView& view, std::int64_t dilation, std::int64_t rows, int box_rows);
 
 /// Sums of dq that branches share (backward_launch.h), of `heads` heads of all entries.

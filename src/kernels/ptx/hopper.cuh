@@ -1,5 +1,5 @@
-// Thin wrappers for what Hopper adds: barriers in shared memory that count bytes, the copy engine, registers handed
-// from one warp group to another.
+// Thin wrappers for what Hopper adds: barriers in shared memory that count bytes, TMA, registers handed from
+// one warp group to another.
 #pragma once
 
 #include <cuda.h>
@@ -40,7 +40,7 @@ __device__ __forceinline__ void arrive_threads(int name, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(name), "r"(threads) : "memory");
 }
 
-// The copy engine. Coordinates are (column, row of the strand's grid, phase in it, head, entry).
+// TMA. Coordinates are (column, row of the strand's grid, phase in it, head, entry).
 struct Place {
   int column, index, phase, head, entry;
 };
@@ -101,7 +101,7 @@ template <int kPending = 0>
 __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
-/// What threads wrote to shared memory becomes visible to the copy engine and to matrix products.
+/// What threads wrote to shared memory becomes visible to TMA and to matrix products.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 /// The same for all memory, both ways.
 __device__ __forceinline__ void fence_memory() { asm volatile("fence.proxy.async;\n" ::: "memory"); }
@@ -117,6 +117,11 @@ __device__ __forceinline__ void store_word(std::uint32_t address, std::uint32_t 
 }
 __device__ __forceinline__ void store_zeros(std::uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};\n" ::"r"(address), "r"(0) : "memory");
+}
+__device__ __forceinline__ void store_words(std::uint32_t address, const std::uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
 }
 __device__ __forceinline__ void store_floats(std::uint32_t address, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");

@@ -95,6 +95,7 @@ void write_trace(OutputFile& file, const std::vector<Json>& ranks) {
 void print_ranks(const std::vector<Json>& ranks, const char* label, const char* pass) {
   Table table({{label, Align::left},
                {"rows"},
+               {"kernel", Align::left},
                {"received"},
                {"sent"},
                {"messages"},
@@ -108,7 +109,7 @@ void print_ranks(const std::vector<Json>& ranks, const char* label, const char* 
     const auto bytes = [&](const char* key) { return short_bytes(of[key].get<double>()); };
     const auto duration = [&](const char* key) { return short_duration(of[key].get<double>()); };
     table.add({fmt::format("{}", rank["rank"].get<int>()), with_commas(rank["rows"].get<double>()),
-               bytes("bytes_received"), bytes("bytes_sent"),
+               of["kernel"].get<std::string>(), bytes("bytes_received"), bytes("bytes_sent"),
                fmt::format("{}", of["messages_received"].get<std::int64_t>()), duration("waited_seconds"),
                duration("overlapped_seconds"), duration("seconds"), short_bytes(rank["tensor_bytes"].get<double>()),
                bytes("halo_bytes")});
@@ -116,7 +117,7 @@ void print_ranks(const std::vector<Json>& ranks, const char* label, const char* 
   print_text(table.to_string());
 }
 
-/// Numbers of the comparison over all ranks.
+/// What all ranks did, and numbers of the comparison if there was one.
 struct Verdict {
   bool bits = true, ok = true;
   double over_tolerance = 0;
@@ -124,13 +125,14 @@ struct Verdict {
   std::vector<std::string> wrong;  // for people, one line each
 };
 
-Verdict verdict_of(const std::vector<Json>& ranks) {
+Verdict verdict_of(const std::vector<Json>& ranks, bool verified) {
   Verdict verdict;
   for (const Json& rank : ranks) {
+    if (verdict.kernel.empty()) verdict.kernel = rank["kernel"];  // a rank without rows runs none
+    if (!verified) continue;
     const bool ok = rank["verified"];
     verdict.bits = verdict.bits && rank["bit_identical"].get<bool>();
     verdict.ok = verdict.ok && ok;
-    if (verdict.kernel.empty()) verdict.kernel = rank["kernel"];  // a rank without rows runs none
     for (const Json& check : rank["checks"]) {
       const double over = check["over_tolerance"];
       verdict.over_tolerance = std::max(verdict.over_tolerance, over);
@@ -165,11 +167,11 @@ Json describe_run(const RingInputs& inputs, const RingSettings& settings, const 
                {"pattern", settings.pattern.to_string()},
                {"problem", describe(inputs.problem)},
                {"options", describe(settings.options)},
+               {"kernel", verdict.kernel},
                {"bytes_as_planned", as_planned},
                {"seconds", slowest}};
   if (settings.verify) {
     json["bit_identical"] = verdict.bits;
-    json["kernel"] = verdict.kernel;
     json["over_tolerance"] = verdict.over_tolerance;
     json["verified"] = verdict.ok && as_planned;
   }
@@ -180,7 +182,7 @@ Json describe_run(const RingInputs& inputs, const RingSettings& settings, const 
 /// What rank 0 says for all.
 int report(const RingCommand& command, const RingInputs& inputs, const RingSettings& settings, const char* engine,
            std::vector<Json> ranks) {
-  const Verdict verdict = settings.verify ? verdict_of(ranks) : Verdict{};
+  const Verdict verdict = verdict_of(ranks, settings.verify);
   bool as_planned = true;
   for (Json& rank : ranks) {
     as_planned = as_planned && rank["bytes_received"] == rank["planned_bytes_received"] &&

@@ -21,6 +21,10 @@ expect 0 "" "$longspan" ring --ranks 4 "${small[@]}" --verify --dtype bf16 --cau
 has "verified: out and lse have the bits of one device with cpu-" "bytes moved equal the plan"
 expect 0 "" "$longspan" ring --ranks 3 "${small[@]}" --verify --backward --halo-limit 20000
 has "up to rounding (rounds): at most " "% of what rounding may cause"
+expect 0 "" "$longspan" ring --ranks 2 "${small[@]}"
+grep -Eq '^0 .* cpu-' stdout || fail "no kernel beside rank 0: $(cat stdout)"
+expect 0 "" "$longspan" ring --ranks 2 "${small[@]}" --json
+[ "$(field "d['kernel'].startswith('cpu-')")" = True ] || fail "the kernel is $(field "d.get('kernel')")"
 # Thousands of rounds, and values far below their terms: what differs is rounding, however it looks beside a rank's
 # largest value.
 expect 0 "" "$longspan" ring --ranks 4 --pattern dense --tokens 8K --heads 1 --head-dim 32 --halo-limit 4096 --verify --json

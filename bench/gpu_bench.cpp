@@ -131,9 +131,15 @@ std::vector<Workload> workloads() {
   add_special("dense4k_f32", 4096, 8, DType::f32, [](Options&) {});
   add_special("dense4k_tf32", 4096, 8, DType::f32, [](Options& options) { options.allow_tf32 = true; });
   for (std::size_t i = 0, count = list.size(); i < count; ++i) {
-    const std::string& name = list[i].name;
-    if (!list[i].always || list[i].dtype != DType::bf16) continue;
+    const std::string name = list[i].name;
     Workload again = list[i];
+    if (name == "merged65k_d64") {
+      again.name += "_detached";
+      again.options.detached_mix = true;
+      list.push_back(again);
+    }
+    if (!list[i].always || list[i].dtype != DType::bf16) continue;
+    again = list[i];
     again.name += "_deterministic";
     again.options.deterministic = true;
     again.always = name == "dense16k_d64";

@@ -19,7 +19,9 @@ ALLOWED = {
     "forward by lists": {"R2UR": 3, "LDL": 0, "STL": 0},
     "forward by lists with options": {"R2UR": 41, "LDL": 0, "STL": 0},
     "backward": {"R2UR": 8, "LDL": 4, "STL": 2},
-    "wide backward": {"R2UR": 42, "LDL": 10, "STL": 4},  # its products have 16 steps
+    "wide backward": {"R2UR": 42, "LDL": 12, "STL": 5},  # its products have 16 steps
+    "backward with options": {"R2UR": 16, "LDL": 24, "STL": 20},  # half of them where a call has rare options
+    "wide backward with options": {"R2UR": 42, "LDL": 44, "STL": 28},
 }
 PRODUCT = "HGMMA"
 
@@ -59,6 +61,8 @@ def main():
             kind += " with options"
         if kind == "backward" and "Li256E" in name:
             kind = "wide backward"
+        if "BackwardExtrasE0" not in name and "backward" in kind:
+            kind += " with options"
         allowed = ALLOWED[kind]
         found = {word: words.count(word) for word, most in allowed.items() if words.count(word) > most}
         checked += 1

@@ -89,10 +89,13 @@ cudaError_t start_early(std::int64_t blocks, int threads, int shared_bytes, cuda
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments);
 }
 
-/// Head dims between those instantiated run with columns of zeros, which are in no tensor. Lists have two.
+/// Head dims between those instantiated run with columns of zeros, which are in no tensor. Lists have two, calls with
+/// options three.
 template <class Body>
-cudaError_t with_columns(int columns, bool lists, Body&& body) {
-  if (lists) return columns <= 64 ? body.template operator()<64>() : body.template operator()<128>();
+cudaError_t with_columns(const PartsLaunch& launch, Body&& body) {
+  const bool few = launch.lists || launch.extras != BackwardExtras::none;
+  const int columns = launch.base.tensors.columns;
+  if (few && columns <= 128) return columns <= 64 ? body.template operator()<64>() : body.template operator()<128>();
   if (columns <= 48) return body.template operator()<48>();
   if (columns <= 64) return body.template operator()<64>();
   if (columns <= 96) return body.template operator()<96>();
@@ -106,13 +109,20 @@ cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
     return start_early<&backward<S>>(launch.blocks, S::kThreads, BackwardMemory<S>::kBytes, stream, launch);
   };
   const auto start = [&]<int kColumns, bool kLists, bool kMerges>() {
+    const auto start_extras = [&]<BackwardExtras kChosen>() {
+      if constexpr (kColumns == 48 || kColumns == 96) return cudaErrorInvalidValue;
+      else return start_shape.template operator()<BackwardShape<T, kColumns, kLists, kMerges, true, kChosen>>();
+    };
+    if (launch.parts.extras == BackwardExtras::some) return start_extras.template operator()<BackwardExtras::some>();
+    if (launch.parts.extras == BackwardExtras::dropout)
+      return start_extras.template operator()<BackwardExtras::dropout>();
     using S = BackwardShape<T, kColumns, kLists, kMerges>;
     if constexpr (S::kClosesApart) {
       if (launch.totals) return start_shape.template operator()<BackwardShape<T, kColumns, kLists, kMerges, true>>();
     }
     return start_shape.template operator()<S>();
   };
-  return with_columns(launch.parts.base.tensors.columns, launch.parts.lists, [&]<int kColumns>() {
+  return with_columns(launch.parts, [&]<int kColumns>() {
     if (launch.parts.lists) {
       if constexpr (kColumns == 64 || kColumns == 128) return start.template operator()<kColumns, true, false>();
       else return cudaErrorInvalidValue;
@@ -123,7 +133,7 @@ cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
 }
 template <class T>
 cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
-  return with_columns(launch.base.tensors.columns, launch.lists, [&]<int kColumns>() {
+  return with_columns(launch, [&]<int kColumns>() {
     const std::int64_t blocks = static_cast<std::int64_t>(launch.items) + launch.fill_items;
     if (blocks == 0) return cudaSuccess;
     return cuda::start<&prepare<BackwardShape<T, kColumns>>>(blocks, kPartsThreads, 0, stream, launch);
@@ -131,7 +141,7 @@ cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
 }
 template <class T>
 cudaError_t start_convert(const PartsLaunch& launch, cudaStream_t stream) {
-  return with_columns(launch.base.tensors.columns, launch.lists, [&]<int kColumns>() {
+  return with_columns(launch, [&]<int kColumns>() {
     using S = BackwardShape<T, kColumns>;
     const std::int64_t blocks =
         std::int64_t{launch.base.schedule.merges ? launch.fill_items * kQuarters : launch.items} +

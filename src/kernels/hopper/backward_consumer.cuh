@@ -1,7 +1,7 @@
 // Consumers of the Hopper backward (see backward.cuh): two warp groups of 64 keys each that work in step.
 #pragma once
 
-#include "kernels/hopper/backward_shape.cuh"
+#include "kernels/hopper/backward_extras.cuh"
 #include "kernels/hopper/wgmma.cuh"
 
 namespace longspan::hopper {
@@ -49,19 +49,25 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ int warp() const { return thread / kWarpThreads; }
   __device__ __forceinline__ int own_row() const { return warp() * 16 + lane / 4; }
+  __device__ __forceinline__ int own_key() const { return group * S::kGroupStep + own_row(); }  // of the item's tile
+  /// Of dP and dV.
+  __device__ __forceinline__ float output_factor() const {
+    const cuda::Rules& rules = a.parts.base.rules;
+    return S::kDropout ? rules.output_scale * rules.keep_factor : rules.output_scale;
+  }
   __device__ __forceinline__ int own_column() const { return S::kShared ? group * kOwn : 0; }
   __device__ __forceinline__ void sync_group() const { sync_threads(kGroup + group, kGroupThreads); }
 
   /// The next item, or false. Counts go through a shuffle so that they and all that follows from them stay uniform.
   __device__ __forceinline__ bool fetch() {
     wait(memory.key_full(k.stage), k.parity);
-    const BackwardTask& task = tasks[taken % kTaskSlots];
+    const auto& task = tasks[taken % kTaskSlots];
     const int tiles = uniform(task.tiles);
     if (tiles < 0) return false;
     tile = uniform(task.first_tile);
     const int last_key = uniform(task.diagonal) + group * S::kGroupStep + kGroupRows - 1;  // as a query
     masked_until = a.parts.base.rules.causal ? (max(0, last_key) + kQueries - 1) / kQueries : 0;
-    if (uniform(task.keys) < group * S::kGroupStep + kGroupRows) masked_until = tiles;
+    if (uniform(task.plain_keys) < group * S::kGroupStep + kGroupRows) masked_until = tiles;
     return true;
   }
 
@@ -126,9 +132,9 @@ struct BackwardConsumer {
   /// Keys after the strand's end, under a causal mask queries before a key, and those whose block does not see this
   /// one.
   __device__ __forceinline__ void mask() {
-    const BackwardTask& task = tasks[taken % kTaskSlots];
+    const auto& task = tasks[taken % kTaskSlots];
     const BackwardNote of = note();
-    const int own = group * S::kGroupStep + own_row(), first = of.first + 2 * (lane % 4);
+    const int own = own_key(), first = of.first + 2 * (lane % 4);
     const int keys = task.keys, diagonal = task.diagonal;
     const auto open_from = [&](int key) {
       return key >= keys ? kQueries : a.parts.base.rules.causal ? key + diagonal - first : -kQueries;
@@ -149,17 +155,53 @@ struct BackwardConsumer {
       if (8 * j + 1 < lower) scores[4 * j + 3] = -LONGSPAN_INFINITY;
     }
   }
-  /// scores become P, of some blocks of 8 queries. Scores may come out above lse by rounding, which large ones would
-  /// turn into weights that overflow.
+  /// dS of P and dP.
+  __device__ __forceinline__ float dscore(int i, float factor, float shift) const {
+    if constexpr (S::kDropout) {
+      const float kept = scores[i] < 0.0f ? 0.0f : dscores[i];
+      return fabsf(scores[i]) * fmaf(kept, factor, shift);
+    } else {
+      return scores[i] * fmaf(dscores[i], factor, shift);
+    }
+  }
+  /// Draws the bits of the tile of queries whose scores are computed next (backward_extras.cuh).
+  __device__ __forceinline__ void draw() const {
+    if constexpr (S::kDropout) {
+      const auto& task = tasks[taken % kTaskSlots];
+      const int first = S::kLists ? note().first : tile * kQueries;
+      const std::uint32_t position = task.position + (first - task.diagonal) * task.stride;
+      draw_bits<S>(
+          a.parts.base.rules, memory.bits(group), position, task.stride,
+          {0, task.draw_group + group * (S::kGroupStep / 8), task.draw_head, static_cast<std::uint32_t>(task.entry)});
+    }
+  }
+
+  /// Brings the exponents of a tile to at most 0, NaN as it is: they become the scores, of rows of lse 0. Both groups
+  /// come here in every tile of an item, or in none.
+  __device__ __forceinline__ void clamp(float factor) {
+    const std::uint32_t lse = memory.lse(q.stage) + lane % 4 * 8;
+    const float inverse = 1.0f / factor;
+#pragma unroll
+    for (int j = 0; j < kBlocks8; ++j) {
+      const float2 shift = load_pair(lse + j * 32);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        scores[4 * j + i] = cuda::least(fmaf(scores[4 * j + i], factor, i % 2 ? shift.y : shift.x), 0.0f) * inverse;
+    }
+    sync_threads(kItem, kBoth);  // both have read lse
+    if (thread < kQueries / 2) store_word(memory.lse(q.stage) + (group * kQueries / 2 + thread) * 4, 0);
+    sync_threads(kItem, kBoth);
+  }
+  /// scores become P, of some blocks of 8 queries.
   __device__ __forceinline__ void exponentiate(int first, int last, float factor) {
     const std::uint32_t lse = memory.lse(q.stage) + lane % 4 * 8;
 #pragma unroll
     for (int j = first; j < last; ++j) {
       const float2 shift = load_pair(lse + j * 32);
-      scores[4 * j] = fast_exp2(cuda::least(fmaf(scores[4 * j], factor, shift.x), 0.0f));
-      scores[4 * j + 1] = fast_exp2(cuda::least(fmaf(scores[4 * j + 1], factor, shift.y), 0.0f));
-      scores[4 * j + 2] = fast_exp2(cuda::least(fmaf(scores[4 * j + 2], factor, shift.x), 0.0f));
-      scores[4 * j + 3] = fast_exp2(cuda::least(fmaf(scores[4 * j + 3], factor, shift.y), 0.0f));
+      scores[4 * j] = fast_exp2(fmaf(scores[4 * j], factor, shift.x));
+      scores[4 * j + 1] = fast_exp2(fmaf(scores[4 * j + 1], factor, shift.y));
+      scores[4 * j + 2] = fast_exp2(fmaf(scores[4 * j + 2], factor, shift.x));
+      scores[4 * j + 3] = fast_exp2(fmaf(scores[4 * j + 3], factor, shift.y));
     }
   }
 
@@ -343,8 +385,7 @@ struct BackwardConsumer {
       const int row = group * S::kGroupStep + own_row() + i / 2 % 2 * 8,
                 column = own_column() + i % (kOwn / 2) / 4 * 8 + lane % 4 * 2 + i % 2;
       if (row >= task.keys || column >= base.tensors.columns) continue;
-      const float value =
-          __ldcg(place + i * kGroupThreads) * (keys ? base.gradients.sum_scale : base.rules.output_scale);
+      const float value = __ldcg(place + i * kGroupThreads) * (keys ? base.gradients.sum_scale : output_factor());
       const std::int64_t position = task.position + static_cast<std::int64_t>(row) * task.stride;
       if (sums) {
         const std::int64_t packed =
@@ -370,14 +411,20 @@ struct BackwardConsumer {
     const bool halved = task.pair >= 0, boxes = !sums && !halved && !totals && rows >= kGroupRows;
     const std::uint32_t keys_tile = memory.keys(stage_of_keys), values_tile = memory.values(stage_of_keys);
     sync_threads(kItem, kBoth);  // dQ of both groups has read all of K
+    if constexpr (S::kExtras) {
+      if (task.hides) {  // no gradient, whatever NaN a query has
+        overwrite_excluded(task, own_key(), dvalues, 0.0f);
+        overwrite_excluded(task, own_key(), dkeys, 0.0f);
+      }
+    }
     if (S::kCloses && totals) {
       close_sums(false);
       write_totals(task, sums);
     } else if (sums) {
-      add_to_sums(dvalues, base.rules.output_scale, base.gradients.dv_sum, task);
+      add_to_sums(dvalues, output_factor(), base.gradients.dv_sum, task);
       add_to_sums(dkeys, base.gradients.sum_scale, base.gradients.dk_sum, task);
     } else if (!halved || join(task)) {
-      put(dvalues, base.rules.output_scale, values_tile);
+      put(dvalues, output_factor(), values_tile);
       put(dkeys, base.gradients.sum_scale, keys_tile);
       if (!boxes) {
         __syncwarp();
@@ -406,14 +453,81 @@ struct BackwardConsumer {
   __device__ __forceinline__ void begin() {
     wait(memory.query_full(q.stage), q.parity);
     multiply_queries();
+    draw();
     products_wait<0>();
     pin(scores);
   }
 
+  /// Scale, bias and masks, with no product in flight.
+  __device__ __forceinline__ void adjust_scores(bool rescales, float factor) {
+    if constexpr (S::kExtras) {
+      const auto& task = tasks[taken % kTaskSlots];
+      if (rescales) {
+        const int first = note().first - task.diagonal - group * S::kGroupStep;
+        rescale(scores, a.parts.base.rules.scale * cuda::kLog2E, task.bias, first, first + 2 * (lane % 4) - own_row());
+      }
+      if (uniform(task.hides)) overwrite_excluded(task, own_key(), scores, -LONGSPAN_INFINITY);
+    }
+    if (masks()) {
+      mask();
+      if (uniform(tasks[taken % kTaskSlots].clamps)) clamp(factor);
+    }
+  }
+  __device__ __forceinline__ void pack_weights(std::uint32_t (&weights)[kQueries / 4]) {
+    if constexpr (S::kDropout) {
+      sync_group();  // all bits have been drawn
+      mark_dropped<S>(scores, memory.bits(group));
+    }
+#pragma unroll
+    for (int j = 0; j < kQueries / 4; ++j) {
+      if constexpr (S::kDropout) weights[j] = pack_kept<T>(scores[2 * j], scores[2 * j + 1]);
+      else weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
+    }
+  }
+  /// dS, all of it before dV starts: fewer registers are alive at once, or products would be serialised.
+  __device__ __forceinline__ void pack_dscores(std::uint32_t (&dweights)[kQueries / 4], float dfactor) const {
+    const std::uint32_t delta = memory.delta(q.stage) + lane % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < kBlocks8; ++j) {
+      const float2 shift = load_pair(delta + j * 32);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = 4 * j + 2 * half;
+        dweights[2 * j + half] = cuda::pack<T>(dscore(i, dfactor, shift.x), dscore(i + 1, dfactor, shift.y));
+      }
+    }
+  }
+  /// dS to shared memory, for both groups. Groups with the same keys store half each.
+  __device__ __forceinline__ void share_dscores(const std::uint32_t (&dweights)[kQueries / 4]) const {
+    sync_threads(kRead + group, kBoth);  // both groups have read the last tile's dS
+    const std::uint32_t place = memory.scores() + (group * S::kGroupStep + warp() * 16 + (lane & 15)) * 128;
+#pragma unroll
+    for (int j = 0; j < kBlocks8; j += 2)  // keys 0 to 7 and 8 to 15 of queries 8 * j .. and 8 * (j + 1) ..
+      if (!S::kShared || j / (kBlocks8 / 2) == group)
+        store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7)) << 4), dweights + 2 * j);
+    fence_shared();
+  }
+  /// Goes on to the next tile of queries, of the next item where K has a stage for it. True after an item's last.
+  __device__ __forceinline__ bool advance(bool& more) {
+    const bool last =
+        ++tile == uniform(tasks[taken % kTaskSlots].tiles);  // read again: a count in a register loses its uniformity
+    q.advance();
+    if (last) {
+      ++taken;
+      if constexpr (S::kKeyStages > 1) {
+        k.advance();
+        more = fetch();
+      }
+    }
+    if (!last || (S::kKeyStages > 1 && more)) wait(memory.query_full(q.stage), q.parity);
+    return last;
+  }
+
   __device__ __forceinline__ void run() {
-    const cuda::Launch& base = a.parts.base;
-    const float factor = base.rules.scale * cuda::kLog2E,
-                dfactor = base.rules.output_scale * base.gradients.dscore_scale;
+    const cuda::Rules& rules = a.parts.base.rules;
+    const bool rescales = S::kExtras && (rules.alibi || rules.scale < kLeastScale);
+    const float factor = rescales ? 1.0f : rules.scale * cuda::kLog2E,
+                dfactor = output_factor() * a.parts.base.gradients.dscore_scale;
     bool more = fetch();
     if (!more) return;
     arrive_threads(kRead + (group ^ 1), kBoth);  // the place of dS is free
@@ -421,38 +535,19 @@ struct BackwardConsumer {
     add = 0;
     // No product is in flight where the loop closes or at the mask: the assembler would serialise all of them.
     while (true) {
-      if (masks()) mask();
+      adjust_scores(rescales, factor);
       wait(memory.dout_full(q.stage), q.parity);
       multiply_douts();
       exponentiate(0, kBlocks8 / 2, factor);
       hand_on();  // the first time nothing
       exponentiate(kBlocks8 / 2, kBlocks8, factor);
       std::uint32_t weights[kQueries / 4], dweights[kQueries / 4];
-#pragma unroll
-      for (int j = 0; j < kQueries / 4; ++j) weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
+      pack_weights(weights);
       products_wait<0>();
       pin(dscores);
-      // All of dS before dV starts: fewer registers are alive at once, or products would be serialised.
-      const std::uint32_t delta = memory.delta(q.stage) + lane % 4 * 8;
-#pragma unroll
-      for (int j = 0; j < kBlocks8; ++j) {
-        const float2 shift = load_pair(delta + j * 32);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int i = 4 * j + 2 * half;
-          dweights[2 * j + half] = cuda::pack<T>(scores[i] * fmaf(dscores[i], dfactor, shift.x),
-                                                 scores[i + 1] * fmaf(dscores[i + 1], dfactor, shift.y));
-        }
-      }
+      pack_dscores(dweights, dfactor);
       add_rows(dvalues, weights, memory.douts(q.stage));
-      sync_threads(kRead + group, kBoth);  // both groups have read the last tile's dS
-      const std::uint32_t place = memory.scores() + (group * S::kGroupStep + warp() * 16 + (lane & 15)) * 128;
-#pragma unroll
-      for (int j = 0; j < kBlocks8; j += 2)  // keys 0 to 7 and 8 to 15 of queries 8 * j .. and 8 * (j + 1) ..
-        if (!S::kShared || j / (kBlocks8 / 2) == group)  // groups with the same keys store half each
-          store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7)) << 4),
-                       dweights + 2 * j);
-      fence_shared();
+      share_dscores(dweights);
       add_rows(dkeys, dweights, memory.queries(q.stage));
       products_wait<1>();  // dV: frees the registers of P
       sync_threads(kWritten, kBoth);
@@ -466,21 +561,10 @@ struct BackwardConsumer {
       }
       multiply_keys(S::kSumTiles - 1);
 
-      // The next tile's scores, of the next item where K has a stage for it; stale ones after the last.
       const std::uint32_t used = q.stage, used_key = k.stage;
-      const bool last =
-          ++tile == uniform(task.tiles);  // read again each time: a count in a register loses its uniformity
-      q.advance();
-      if (last) {
-        ++taken;
-        if constexpr (S::kKeyStages > 1) {
-          k.advance();
-          more = fetch();
-        }
-      }
-      if (!last || (S::kKeyStages > 1 && more)) wait(memory.query_full(q.stage), q.parity);
+      const bool last = advance(more);
       if constexpr (S::kWide) products_wait<1>();  // dK: else registers would not do for the next scores
-      multiply_queries();
+      multiply_queries();                          // stale ones after the last
       products_wait<1>();
       pin(dqueries);
       pin(dkeys);
@@ -489,6 +573,7 @@ struct BackwardConsumer {
       arrive_threads(kRead + (group ^ 1), kBoth);
       if constexpr (S::kShared) add_queries(task, tile - 1, S::kSumTiles - 1);
       else stage();
+      draw();
       products_wait<0>();
       pin(scores);
       add = 1;

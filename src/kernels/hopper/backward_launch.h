@@ -18,6 +18,10 @@ inline constexpr int kWidestStaged = 128;    // head dim up to which dq goes thr
 inline constexpr int kKeyTileRows = 128;
 inline constexpr int kWarpsOfKeys = 8;  // that hold a tile of keys
 inline constexpr int kMostHalved = 66;  // items: half of the multiprocessors of the GPU that this is made for
+// |lse| in base 2 up to which P = exp2(s * factor - lse) needs no minimum. lse is not below any score, and forward and
+// backward compute a score's bits alike, so only the roundings of lse, of its conversion to base 2 and of the
+// multiply-add put the exponent above 0: by 3 * 2^-24 * 2^8 < 2^-14, so that P <= 1 + 2^-14.
+inline constexpr float kPlainLse = 256.0f;
 
 /// Rows of one branch in one range: heads one after the other, in each the range's segments.
 struct StrandPlaces {
@@ -51,6 +55,13 @@ LONGSPAN_DEVICE StrandPlaces places_of(const cuda::DeviceBranch& branch, const c
   return places;
 }
 
+/// Scores of smaller or negative scales are scaled before the mask, which is at -infinity, not after it.
+inline constexpr float kLeastScale = 1e-30f;
+/// Which instantiation of the main kernel runs a call: for calls without options nothing of them is compiled.
+///   some     key_mask, ALiBi and scales below kLeastScale, each behind a branch that a whole warp group takes
+///   dropout  the same, and dropout
+enum class BackwardExtras { none, some, dropout };
+
 /// What preparation and conversion are told: work by tiles of 64 query rows, then items of rows that no branch covers.
 struct PartsLaunch {
   cuda::Launch base;
@@ -58,6 +69,7 @@ struct PartsLaunch {
   float* lse;                           // of each row, in base 2 and negative; -inf where a row has no keys
   float* delta;                         // dscore_scale * (dlse - delta)
   float* sums;                          // of dq
+  std::uint8_t* far_lse;                // of each tile of 64 rows: some |lse| exceeds kPlainLse
   unsigned* ticket;                     // the main kernel's next item
   unsigned* turns;                      // deterministic: tiles of keys that were added to each tile of sums
   unsigned* joined;                     // items with half of the queries that are done with their keys
@@ -67,6 +79,7 @@ struct PartsLaunch {
   bool lists;                           // some branch has a block mask
   bool splits;                          // some lists are cut: only the keys of these are added up in sums
   int sum_columns;                      // where branches share rows: of a row of sums
+  BackwardExtras extras;
 
   /// Sums of a row of q, where branches share them.
   LONGSPAN_DEVICE float* merged_row(int entry, int head, std::int64_t q_row) const {
@@ -124,6 +137,8 @@ struct BackwardTask {
   int position, stride;  // of the first key
   std::int64_t row;      // of the first query in row values
   int first_sums;        // tile of 64 rows of sums that it is in
+  bool clamps;           // some row's |lse| exceeds kPlainLse
+  int plain_keys;        // keys that need no mask off the diagonal; 0 where `clamps`
 
   /// Tiles of queries of which a group has rows of dQ: where groups have 64 rows each, of the last one the second group
   /// may have none.
@@ -167,6 +182,16 @@ struct BackwardListTask : BackwardTask {
 struct BackwardMergedTask : BackwardTask {
   float* sums;            // of the first query
   std::int64_t sum_step;  // numbers from one query's to the next one's
+};
+
+/// What an item of a call with options has besides.
+template <class Base>
+struct BackwardExtrasTask : Base {
+  std::uint32_t allowed[kKeyTileRows / 32];  // by key: it exists, and key_mask has it
+  bool hides;                                // key_mask excludes some of them
+  float bias;                                // ALiBi: of one row of the strand, in base 2
+  std::uint32_t draw_group, draw_head;       // dropout: 4 * (first key / 32), branch * heads + head
+  LONGSPAN_DEVICE bool allows(int key) const { return allowed[key / 32] >> key % 32 & 1; }
 };
 
 /// What consumers are told of a tile of queries in lists: its first query; in bits 0 and 1 whether a group masks

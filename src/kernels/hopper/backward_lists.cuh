@@ -32,12 +32,12 @@ __device__ __forceinline__ int find_queries(const cuda::BlockLists& lists, const
 /// Goes through the tiles of queries of an item; blocks of the list are read before they are needed.
 template <class S>
 struct QueryCursor {
-  const BackwardListTask& task;
+  const typename S::Item& task;
   int first;  // query of the tile
   int entry = 0, block = 0, next = 0;
   unsigned seen = 0, next_seen = 0;  // of a block, by group; of the tile, by group and half
 
-  __device__ __forceinline__ explicit QueryCursor(const BackwardListTask& of)
+  __device__ __forceinline__ explicit QueryCursor(const typename S::Item& of)
       : task(of), first(of.first_tile * S::kQueries) {
     if (!task.listed || task.list.count == 0) return;
     look(0);
@@ -80,7 +80,7 @@ struct QueryCursor {
     for (int group = 0; group < 2; ++group) {
       const unsigned sees = task.listed ? seen >> 2 * group & 3 : 3u;
       const bool diagonal = causal && first < task.diagonal + (group + 1) * kGroupRows - 1;
-      const bool ends = task.keys < (group + 1) * kGroupRows;
+      const bool ends = task.plain_keys < (group + 1) * kGroupRows;
       note.flags |= sees << (2 + 2 * group) | (sees != 3 || diagonal || ends ? 1u : 0u) << group;
     }
     return note;

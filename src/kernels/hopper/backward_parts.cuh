@@ -48,7 +48,7 @@ __device__ __forceinline__ void zero_uncovered(const PartsLaunch& a, const cuda:
     if (uncovered == 0) continue;
     const std::int64_t row =
         a.base.schedule.ranges[item.range].first_row + item.tile * cuda::kFillRows + block * kWarpThreads;
-    cuda::zero_rows<T>(a.base, a.base.gradients.dq, item.entry, row, item.head, uncovered);
+    if (!a.base.schedule.merges) cuda::zero_rows<T>(a.base, a.base.gradients.dq, item.entry, row, item.head, uncovered);
     if (a.zero_keys) {
       cuda::zero_rows<T>(a.base, a.base.gradients.dk, item.entry, row, item.head, uncovered);
       cuda::zero_rows<T>(a.base, a.base.gradients.dv, item.entry, row, item.head, uncovered);
@@ -78,10 +78,15 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
     for (int i = threadIdx.x; i < kMostHalved * kWarpsOfKeys; i += kPartsThreads) a.joined[i] = 0;
   }
   const cuda::Item item = a.base.schedule.decode(blockIdx.x);
-  if (item.branch < 0) return a.base.schedule.merges ? zero_merged(a, item) : zero_uncovered<T>(a, item);
+  if (item.branch < 0) {
+    if (a.base.schedule.merges) zero_merged(a, item);
+    if (!a.base.schedule.merges || a.zero_keys) zero_uncovered<T>(a, item);
+    return;
+  }
   const QueryTile tile(a, item);
   if (tile.rows <= 0) return;
   const int chunk = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
+  bool far = false;
   Eight<T> out[kPasses] = {}, dout[kPasses] = {};
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
@@ -111,9 +116,12 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
     const float lse = a.base.tensors.lse.at(item.entry, q_row, item.head);
     if (a.base.gradients.dlse.data) delta -= a.base.gradients.dlse.at(item.entry, q_row, item.head);
     const bool empty = lse == -LONGSPAN_INFINITY;
+    far = far || (!empty && fabsf(lse) > kPlainLse * cuda::kLn2);
     a.lse[tile.row + local] = empty ? -LONGSPAN_INFINITY : -lse * cuda::kLog2E;
     a.delta[tile.row + local] = empty ? 0.0f : -delta * a.base.gradients.dscore_scale;
   }
+  far = __syncthreads_or(far);
+  if (threadIdx.x == 0) a.far_lse[tile.row / kSumTileRows] = far;
 }
 
 /// Blocks that write dk and dv from their sums, after those for dq: each some rows of one head of one entry.

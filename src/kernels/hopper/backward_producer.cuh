@@ -1,6 +1,7 @@
 // The producer of the Hopper backward (see backward.cuh): looks up items and loads tiles.
 #pragma once
 
+#include "kernels/hopper/backward_extras.cuh"
 #include "kernels/hopper/backward_lists.cuh"
 
 namespace longspan::hopper {
@@ -85,23 +86,72 @@ struct BackwardProducer {
       task.sums = a.parts.merged_row(item.entry, item.head, queries.q_row);
       task.sum_step = static_cast<std::int64_t>(strand.stride) * a.parts.sum_columns;
     }
+    if constexpr (S::kExtras) {
+      const cuda::Rules& rules = base.rules;
+      task.bias = rules.alibi ? rules.alibi[item.head * rules.alibi_head] * cuda::kLog2E * strand.stride : 0.0f;
+      task.draw_group = static_cast<std::uint32_t>(first_key / 8);
+      task.draw_head = static_cast<std::uint32_t>(item.branch * base.tensors.heads + item.head);
+    }
     return true;
+  }
+  /// Whether one of the tiles of queries that this lane looks at has a large lse.
+  __device__ __forceinline__ bool has_far_lse(const typename S::Item& task, int lane) const {
+    const std::uint8_t* const marks = a.parts.far_lse + task.first_sums;
+    bool far = false;
+    if constexpr (S::kLists) {
+      if (task.listed) {
+        const int each = (1 << task.list.shift) / kSumTileRows, end = (task.queries + kSumTileRows - 1) / kSumTileRows;
+        for (int i = lane; i < task.list.count * each; i += kWarpThreads) {
+          const int tile = task.list.block(i / each) * each + i % each;
+          far = far || (tile < end && marks[tile] != 0);
+        }
+        return far;
+      }
+    }
+    const int begin = task.first_tile * S::kQueries / kSumTileRows;
+#pragma unroll 4
+    for (int i = begin + lane; i * kSumTileRows < task.queries; i += kWarpThreads) far = far || marks[i] != 0;
+    return far;
+  }
+  /// The same as describe by a whole warp, and what takes all of it. Where key_mask excludes all keys, dK and dV are
+  /// zeros, which one tile of queries gives; deterministic calls count every item.
+  __device__ __forceinline__ bool look_up(unsigned flat, typename S::Item& task, int lane) const {
+    const bool found = lane == 0 && describe(flat, task);
+    if (!__shfl_sync(~0u, found, 0)) return false;
+    __syncwarp();
+    const bool far = __any_sync(~0u, has_far_lse(task, lane));
+    bool counts = true;
+    if constexpr (S::kExtras) {
+      if (!find_allowed<S>(a.parts.base, task, lane) && !a.parts.turns) {
+        counts = !a.parts.base.gradients.sum_keys;
+        if constexpr (S::kLists) counts = counts && !task.split;
+        if (lane == 0) task.tiles = task.first_tile + 1;
+      }
+    }
+    if (lane == 0) {
+      task.clamps = far;
+      task.plain_keys = far ? 0 : task.keys;
+    }
+    __syncwarp();
+    return counts;
   }
 
   /// Looks up items, each while the last queries of the one before it are loaded: early enough for the loads, and so
   /// late that a block with short items takes more of them, and that items start in their order. What an item of a
   /// deterministic call waits for has been taken before it.
-  __device__ __forceinline__ void schedule() const {
+  __device__ __forceinline__ void schedule(int lane) const {
     const unsigned items = a.parts.items + a.halved;
     for (std::uint32_t count = 0;; ++count) {
       const std::uint32_t slot = count % kTaskSlots;
       if (count > 0) wait(memory.task_wanted(), (count - 1) & 1);
       if (count > 1) wait(memory.task_free((count - 2) % kTaskSlots), (count - 2) / kTaskSlots & 1);
       unsigned item = 0;
-      do item = atomicAdd(a.parts.ticket, 1u) - a.first_ticket;
-      while (item < items && !describe(item, tasks[slot]));
-      if (item >= items) tasks[slot].tiles = -1;
-      arrive(memory.task_full(slot));
+      do {
+        if (lane == 0) item = atomicAdd(a.parts.ticket, 1u) - a.first_ticket;
+        item = __shfl_sync(~0u, item, 0);
+      } while (item < items && !look_up(item, tasks[slot], lane));
+      if (lane == 0 && item >= items) tasks[slot].tiles = -1;
+      if (lane == 0) arrive(memory.task_full(slot));
       if (item >= items) return;
     }
   }
@@ -115,11 +165,55 @@ struct BackwardProducer {
       for (int block = 0; block < S::kBlocks; ++block) store_zeros(tile + block * block_bytes + first * 128 + i * 16);
     }
   }
+  /// The same to rows of K and V that key_mask excludes.
+  __device__ __forceinline__ void clear_hidden(const typename S::Item& task, std::uint32_t keys, std::uint32_t values,
+                                               int lane) const {
+#pragma unroll 1
+    for (int i = lane; i < S::kKeys * 8; i += kWarpThreads) {
+      if (task.allows(i / 8)) continue;
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block) {
+        store_zeros(keys + block * S::kKeyBlock + i * 16);
+        store_zeros(values + block * S::kKeyBlock + i * 16);
+      }
+    }
+  }
   __device__ __forceinline__ void load_tile(const CUtensorMap* map, std::uint32_t target, std::uint32_t block_bytes,
                                             std::uint32_t full, Place place) const {
 #pragma unroll
     for (int block = 0; block < S::kBlocks; ++block, place.column += kBlockColumns)
       load_box(target + block * block_bytes, map, full, place);
+  }
+
+  /// Waits for loads that the warp looks through before it hands them on.
+  __device__ __forceinline__ void await_ragged(std::uint32_t& parity) const {
+    wait(memory.ragged(), parity);
+    parity ^= 1;
+  }
+  /// K and V of an item, by the whole warp, of which `leader` starts the loads.
+  __device__ __forceinline__ void load_keys(const typename S::Item& task, std::uint32_t stage, int there, int lane,
+                                            std::uint32_t& ragged_parity) const {
+    const std::uint32_t keys = memory.keys(stage), values = memory.values(stage), key_full = memory.key_full(stage);
+    const bool leader = lane == 0;
+    bool cleans = there < S::kKeys;
+    if constexpr (S::kExtras) cleans = cleans || task.hides;
+    if (leader) {
+      const std::uint32_t full = cleans ? memory.ragged() : key_full;
+      const Place place{0, task.k_index, task.k_phase, task.kv_head, task.entry};
+      arrive_and_expect(full, 2 * S::kKeyBytes);
+      load_tile(&a.k[task.k_map], keys, S::kKeyBlock, full, place);
+      load_tile(&a.v[task.k_map], values, S::kKeyBlock, full, place);
+    }
+    if (cleans) {
+      await_ragged(ragged_parity);
+      clear(keys, there, S::kKeys, S::kKeyBlock, lane);
+      clear(values, there, S::kKeys, S::kKeyBlock, lane);
+      if constexpr (S::kExtras) {
+        if (task.hides) clear_hidden(task, keys, values, lane);
+      }
+      fence_shared();
+    }
+    if (cleans || !leader) arrive(key_full);
   }
 
   /// The whole warp; one thread of it starts the loads. A tile that ends after its strand is waited for and cleaned up
@@ -130,39 +224,19 @@ struct BackwardProducer {
     Ring<kTaskSlots> ready;
     std::uint32_t ragged_parity = 0;
     const bool leader = lane == 0;
-    const auto await_ragged = [&] {
-      wait(memory.ragged(), ragged_parity);
-      ragged_parity ^= 1;
-    };
     for (;; ready.advance(), key.advance()) {
       wait(memory.task_full(ready.stage), ready.parity);
       const auto& task = tasks[ready.stage];
-      const std::uint32_t key_full = memory.key_full(key.stage);
       wait(memory.key_free(key.stage), key.parity);
       if (task.tiles < 0) {
-        arrive(key_full);
+        arrive(memory.key_full(key.stage));
         return;
       }
-      const std::uint32_t keys = memory.keys(key.stage), values = memory.values(key.stage);
       int keys_there = task.keys, queries_there = task.queries;
       if constexpr (S::kLists) {
         if (task.empty) keys_there = queries_there = 0;
       }
-      const bool short_keys = keys_there < S::kKeys;
-      if (leader) {
-        const std::uint32_t full = short_keys ? memory.ragged() : key_full;
-        const Place place{0, task.k_index, task.k_phase, task.kv_head, task.entry};
-        arrive_and_expect(full, 2 * S::kKeyBytes);
-        load_tile(&a.k[task.k_map], keys, S::kKeyBlock, full, place);
-        load_tile(&a.v[task.k_map], values, S::kKeyBlock, full, place);
-      }
-      if (short_keys) {
-        await_ragged();
-        clear(keys, keys_there, S::kKeys, S::kKeyBlock, lane);
-        clear(values, keys_there, S::kKeys, S::kKeyBlock, lane);
-        fence_shared();
-      }
-      if (short_keys || !leader) arrive(key_full);
+      load_keys(task, key.stage, keys_there, lane, ragged_parity);
       [[maybe_unused]] Cursor cursor(task);
 #pragma unroll 1
       for (int tile = task.first_tile; tile < task.tiles; ++tile, stage.advance()) {
@@ -198,7 +272,7 @@ struct BackwardProducer {
           }
           continue;
         }
-        await_ragged();
+        await_ragged(ragged_parity);
         clear(queries, rows, S::kQueries, S::kQueryBlock, lane);
         clear(douts, rows, S::kQueries, S::kQueryBlock, lane);
         for (int row = rows + lane; row < S::kQueries; row += kWarpThreads) {
@@ -240,7 +314,7 @@ struct BackwardProducer {
     bool primed = false, asked = false;
     for (Ring<kTaskSlots> at;; at.advance()) {
       wait(memory.task_full(at.stage), at.parity);
-      const BackwardTask& task = tasks[at.stage];
+      const auto& task = tasks[at.stage];
       if (task.tiles < 0) break;
       const int first = task.first_sums * S::kBlocks + group, tiles = task.tiles;
       const int own = task.tiles_of(group, S::kQueries);
@@ -293,7 +367,7 @@ struct BackwardProducer {
   __device__ __forceinline__ void run() const {
     const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
     if (warp == 0) load(lane);
-    else if (warp == 1 && lane == 0) schedule();
+    else if (warp == 1) schedule(lane);
     else if (!S::kShared && warp >= 2 && lane == 0) add(warp - 2);
   }
 };

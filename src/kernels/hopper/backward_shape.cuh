@@ -7,10 +7,12 @@
 namespace longspan::hopper {
 
 /// kLists: queries are those that lists of a block mask name (backward_lists.cuh). kMerges: branches share rows, and
-/// one row of sums of dq. kCloses: sums of long strands are closed.
-template <class T, int kColumnsValue, bool kListsValue = false, bool kMergesValue = false, bool kClosesValue = false>
+/// one row of sums of dq. kCloses: sums of long strands are closed. kChosen: see BackwardExtras.
+template <class T, int kColumnsValue, bool kListsValue = false, bool kMergesValue = false, bool kClosesValue = false,
+          BackwardExtras kChosen = BackwardExtras::none>
 struct BackwardShape {
   static constexpr bool kLists = kListsValue, kMerges = kMergesValue;
+  static constexpr bool kExtras = kChosen != BackwardExtras::none, kDropout = kChosen == BackwardExtras::dropout;
   // What closes sums is compiled apart where a loop around it has more moves or spilled registers.
   static constexpr bool kClosesApart = kColumnsValue == 64 || kColumnsValue > 128;
   static constexpr bool kCloses = kClosesValue || !kClosesApart;
@@ -43,8 +45,10 @@ struct BackwardShape {
   static constexpr std::uint32_t kSumBytes = kShared ? 0 : kSumTile * 4;  // over 128 they are added from registers
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * 3);
-  using Item = std::conditional_t<kLists, BackwardListTask,
-                                  std::conditional_t<kMerges && kShared, BackwardMergedTask, BackwardTask>>;
+  static constexpr std::uint32_t kBitBytes = kDropout ? 4 * kQueries * (kGroupRows / 32) : 0;  // of a group
+  using PlainItem = std::conditional_t<kLists, BackwardListTask,
+                                       std::conditional_t<kMerges && kShared, BackwardMergedTask, BackwardTask>>;
+  using Item = std::conditional_t<kExtras, BackwardExtrasTask<PlainItem>, PlainItem>;
   using Tasks = Item[kTaskSlots];
   // Of the tiles in stages, and of as many before: their dQ is on its way.
   using Notes = BackwardNote[kLists ? 2 * kStages : 1];
@@ -56,9 +60,10 @@ struct BackwardMemory {
   static constexpr std::uint32_t kKeysEnd = 2 * S::kKeyStages * S::kKeyBytes,
                                  kQueriesEnd = kKeysEnd + 2 * S::kStages * S::kQueryBytes,
                                  kScoresEnd = kQueriesEnd + S::kScoreBytes, kSumsEnd = kScoresEnd + 2 * S::kSumBytes,
-                                 kValuesEnd = kSumsEnd + 2 * S::kStages * S::kValueBytes;
+                                 kValuesEnd = kSumsEnd + 2 * S::kStages * S::kValueBytes,
+                                 kBitsEnd = kValuesEnd + 2 * S::kBitBytes;
   static constexpr std::uint32_t kBarriers = 3 * S::kStages + 2 * S::kKeyStages + 2 * kTaskSlots + 6;
-  static constexpr int kBytes = static_cast<int>(1024 + kValuesEnd + 8 * kBarriers);
+  static constexpr int kBytes = static_cast<int>(1024 + kBitsEnd + 8 * kBarriers);
   static_assert(kBytes + static_cast<int>(sizeof(typename S::Tasks)) <= 227 * 1024);
   std::uint32_t base;
 
@@ -77,7 +82,11 @@ struct BackwardMemory {
     return base + kSumsEnd + stage * S::kValueBytes;
   }
   __device__ __forceinline__ std::uint32_t delta(std::uint32_t stage) const { return lse(S::kStages + stage); }
-  __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const { return base + kValuesEnd + 8 * index; }
+  /// Which pairs of the tile dropout keeps: words of 32 keys, by query (backward_extras.cuh).
+  __device__ __forceinline__ std::uint32_t bits(std::uint32_t group) const {
+    return base + kValuesEnd + group * S::kBitBytes;
+  }
+  __device__ __forceinline__ std::uint32_t barrier(std::uint32_t index) const { return base + kBitsEnd + 8 * index; }
   __device__ __forceinline__ std::uint32_t query_full(std::uint32_t stage) const { return barrier(stage); }
   /// Of Q and dO.
   __device__ __forceinline__ std::uint32_t tile_free(std::uint32_t stage) const { return barrier(S::kStages + stage); }

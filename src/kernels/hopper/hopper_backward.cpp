@@ -10,6 +10,7 @@
 #include "kernels/hopper/hopper_backward.h"
 #include "kernels/hopper/kernels.h"
 #include "kernels/hopper/maps.h"
+#include "memory/arena.h"
 
 namespace longspan::hopper {
 namespace {
@@ -25,10 +26,18 @@ constexpr int kFewRounds = 6;
 constexpr double kMostSums = 3.0;
 constexpr std::int64_t kSmallSums = std::int64_t{64} << 20;
 
+BackwardExtras extras_of(const Plan& plan) {
+  const Problem& problem = plan.problem();
+  if (plan.options().dropout * 65536 >= 1) return BackwardExtras::dropout;
+  const bool some = problem.has_key_mask || problem.has_alibi || static_cast<float>(plan.scale()) < kLeastScale;
+  return some ? BackwardExtras::some : BackwardExtras::none;
+}
+
 /// Columns of a row of sums.
 std::int64_t sum_columns(const Plan& plan) {
   const std::int64_t columns = plan.problem().head_dim;
-  return columns <= 48 && !has_masks(plan) ? 48 : columns <= 64 ? 64 : columns <= 128 ? 128 : 256;
+  const bool narrow = columns <= 48 && !has_masks(plan) && extras_of(plan) == BackwardExtras::none;
+  return narrow ? 48 : columns <= 64 ? 64 : columns <= 128 ? 128 : 256;
 }
 
 /// Columns of a row of sums that branches share: those of dq, in whole blocks of the copy engine's boxes, or of what a
@@ -56,40 +65,65 @@ int halved_items(const Plan& plan) {
   return rest <= kMostHalved ? rest : 0;
 }
 
-struct Space {
-  std::size_t lse = 0, delta = 0, sums = 0, turns = 0, ticket = 0, joined = 0, halves = 0, totals = 0, dk = 0, dv = 0,
-              total = 0;
-};
+/// Whether branches have deltas of their own (detached_mix). Where they share no rows, that is no other delta.
+bool has_own_deltas(const Plan& plan) { return plan.options().detached_mix && plan.merges_branches(); }
 
-Space layout(const Plan& plan) {
-  const Problem& problem = plan.problem();
-  Space space;
-  const auto take = [&](std::size_t& offset, std::int64_t bytes) {
-    offset = space.total;
-    space.total += (static_cast<std::size_t>(bytes) + 255) / 256 * 256;
-  };
-  const auto size = [](std::int64_t count) { return count * static_cast<std::int64_t>(sizeof(float)); };
-  space.total = cuda::layout(plan, Pass::forward, false).total;  // where calls put lengths and adaptive masks
-  const std::int64_t rows = sum_rows(plan);
-  // A last tile of row values may end after the last strand.
-  take(space.lse, size(rows + kKeyTileRows));
-  take(space.delta, size(rows + kKeyTileRows));
-  take(space.sums, size(sum_count(plan)));
-  take(space.ticket, size(1));
-  if (const int halved = halved_items(plan); halved > 0) {
-    take(space.joined, size(kMostHalved * kWarpsOfKeys));
-    take(space.halves, size(std::int64_t{halved} * 2 * 2 * tile_keys(problem) * sum_columns(plan)));
-  }
-  if (cuda::longest_sum(plan) > cuda::kRowsOfSum)  // dk and dv of each block's tile of keys
-    take(space.totals, size(std::int64_t{multiprocessors(problem)} * 2 * tile_keys(problem) * sum_columns(plan)));
-  if (plan.options().deterministic) take(space.turns, size(rows / kSumTileRows * 2));
-  if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
-    const std::int64_t keys = problem.batch * problem.kv_heads * problem.tokens * problem.head_dim;
-    take(space.dk, size(keys));
-    take(space.dv, size(keys));
-  }
-  return space;
+/// One of several branches that share rows, alone: its own softmax.
+Plan alone(const Plan& plan, std::size_t branch) {
+  const Pattern& all = plan.pattern();
+  const Branch& of = all.branches()[branch];
+  Options options = plan.options();
+  options.detached_mix = false;
+  options.scale = plan.scale();
+  options.output_scale = plan.output_scale();
+  return {Pattern::longnet({of.segment}, {of.dilation}, all.phase_rule())
+              .with_pad_keys(all.pad_keys())
+              .with_long_segments(all.long_segments()),
+          options, plan.problem()};
 }
+
+/// What a call has of its workspace; null without one, and where a plan needs none of it.
+struct BackwardScratch {
+  float *lse, *delta, *sums, *halves = nullptr, *totals = nullptr, *dk_sum = nullptr, *dv_sum = nullptr;
+  std::uint8_t* far_lse;
+  unsigned *ticket, *joined = nullptr, *turns = nullptr;
+  std::byte *branch_out = nullptr, *branch_workspace = nullptr;
+  std::size_t bytes;
+
+  explicit BackwardScratch(const Plan& plan, std::byte* workspace = nullptr) {
+    const Problem& problem = plan.problem();
+    Arena arena(workspace, 256);
+    arena.place(cuda::layout(plan, Pass::forward, false).total);  // where calls put lengths and adaptive masks
+    const std::int64_t rows = sum_rows(plan), tile_numbers = tile_keys(problem) * sum_columns(plan);
+    // A last tile of row values may end after the last strand.
+    lse = arena.take<float>(rows + kKeyTileRows);
+    delta = arena.take<float>(rows + kKeyTileRows);
+    sums = arena.take<float>(sum_count(plan));
+    far_lse = arena.take<std::uint8_t>(rows / kSumTileRows + 1);
+    ticket = arena.take<unsigned>(1);
+    if (const int halved = halved_items(plan); halved > 0) {
+      joined = arena.take<unsigned>(kMostHalved * kWarpsOfKeys);
+      halves = arena.take<float>(halved * 2 * 2 * tile_numbers);
+    }
+    if (cuda::longest_sum(plan) > cuda::kRowsOfSum)  // dk and dv of each block's tile of keys
+      totals = arena.take<float>(multiprocessors(problem) * 2 * tile_numbers);
+    if (plan.options().deterministic) turns = arena.take<unsigned>(rows / kSumTileRows * 2);
+    if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
+      const std::int64_t keys = problem.batch * problem.kv_heads * problem.tokens * problem.head_dim;
+      dk_sum = arena.take<float>(keys);
+      dv_sum = arena.take<float>(keys);
+    }
+    if (has_own_deltas(plan)) {
+      std::size_t most = 0;
+      for (std::size_t b = 0; b < plan.branches().size(); ++b)
+        most = std::max(most, kKernel.workspace_bytes(alone(plan, b), Pass::forward, 1));
+      branch_out = arena.take(problem.batch * problem.query_rows * problem.heads * problem.head_dim *
+                              static_cast<std::int64_t>(size_of(problem.dtype)));
+      branch_workspace = arena.take(static_cast<std::int64_t>(most));
+    }
+    bytes = arena.used();
+  }
+};
 
 std::int64_t strands_together(const cuda::Work& work, const Plan& plan) {
   if (has_masks(plan)) return 1;  // few tiles of keys share queries
@@ -220,12 +254,11 @@ Verdict can_run_backward(const Plan& plan) {
     return no("takes head dims up to {} in the backward, here it is {}", kWidest, problem.head_dim);
   if (problem.head_dim > kWidestInOrder && plan.options().deterministic)
     return no("has deterministic gradients of head dims up to {}, here it is {}", kWidestInOrder, problem.head_dim);
-  if (plan.options().detached_mix) return no("has no detached_mix");
-  if (!(static_cast<float>(plan.scale()) > 0))
-    return no("takes positive scales (in float32) in the backward, here it is {}", plan.scale());
-  if (problem.has_key_mask) return no("has no key_mask in the backward");
-  if (problem.has_alibi) return no("has no ALiBi in the backward");
-  if (plan.options().dropout > 0) return no("has no dropout in the backward, here it is {}", plan.options().dropout);
+  if (has_own_deltas(plan)) {
+    if (plan.options().dropout > 0) return no("has no detached_mix with dropout");
+    for (std::size_t b = 0; b < plan.branches().size(); ++b)
+      if (Verdict verdict = kKernel.can_run(alone(plan, b), Pass::forward); !verdict.ok) return verdict;
+  }
   if (has_masks(plan) && plan.options().deterministic)
     return no("has no block masks with gradients that repeat bit for bit");
   const std::int64_t rows = sum_rows(plan), columns = sum_columns(plan);
@@ -240,7 +273,7 @@ Verdict can_run_backward(const Plan& plan) {
   return yes();
 }
 
-std::size_t backward_workspace_bytes(const Plan& plan) { return layout(plan).total; }
+std::size_t backward_workspace_bytes(const Plan& plan) { return BackwardScratch(plan).bytes; }
 
 Verdict accepts_backward(const BackwardArguments& a) {
   if (!cuda::has_key_sums(a) || !fits_workspace(a))
@@ -251,101 +284,157 @@ Verdict accepts_backward(const BackwardArguments& a) {
   return make_maps(launch, a) ? yes() : no("{}", kNoMap);
 }
 
+namespace {
+
+/// The launches of a call.
+class BackwardCall {
+ public:
+  explicit BackwardCall(const BackwardArguments& arguments)
+      : a_(arguments),
+        plan_(arguments.plan),
+        starts_(plan_.problem().dtype == DType::bf16 ? kBackwardBf16 : kBackwardF16),
+        stream_(static_cast<cudaStream_t>(arguments.call.stream)),
+        scratch_(plan_, arguments.workspace),
+        rows_left_(plan_.problem().query_rows) {
+    launch_.halves = scratch_.halves;
+    launch_.totals = scratch_.totals;
+    parts_.extras = extras_of(plan_);
+    parts_.lse = scratch_.lse, parts_.delta = scratch_.delta, parts_.sums = scratch_.sums;
+    parts_.far_lse = scratch_.far_lse;
+    parts_.ticket = scratch_.ticket, parts_.joined = scratch_.joined, parts_.turns = scratch_.turns;
+    parts_.sum_columns = static_cast<int>(merged_columns(plan_.problem()));
+    const std::int64_t columns = a_.q.columns(), heads = a_.q.heads(), rows = a_.q.rows();
+    out_ = {scratch_.branch_out,
+            a_.q.dtype,
+            a_.q.device,
+            a_.q.sizes,
+            {rows * heads * columns, heads * columns, columns, 1}};
+    parts_.lists = has_masks(plan_);
+    if (!make_maps(launch_, a_) || !make_sum_maps(launch_, plan_))
+      throw Unsupported(fmt::format("hopper-wgmma {}", kNoMap));
+  }
+
+  void run() {
+    // Where all fits in L2, long items of every branch come before short ones of any.
+    const bool fits_cache = sum_rows(plan_) * sum_columns(plan_) * 8 <= kCacheBytes;
+    const cuda::Tiling tiling{.rows = tile_keys(plan_.problem()),
+                              .by_keys = true,
+                              .fills = false,
+                              .parts = !in_order_ && !parts_.lists && fits_cache,
+                              .splits = cuda::splits_lists(plan_)};
+    // Where nothing else adds up, only the keys of lists that are cut do; which these are, adaptive masks do not say.
+    parts_.splits = tiling.splits && plan_.problem().heads == plan_.problem().kv_heads && !is_adaptive(plan_);
+    cuda::for_each_launch(a_, tiling, true, [&](cuda::Launch& base) {
+      base.gradients.dk_sum = scratch_.dk_sum, base.gradients.dv_sum = scratch_.dv_sum;
+      base.gradients.sum_keys = base.gradients.sum_keys && !parts_.splits;
+      const PartsLaunch around = prepare(base);
+      if (in_order_ && base.gradients.sum_keys)
+        cuda::for_each_writer(base, base.tensors.heads / base.tensors.kv_heads,
+                              [&](const cuda::Launch& part) { add(part); });
+      else add(base);
+      cuda::check(starts_.convert(around, stream_), "starting the conversion of gradients");
+      parts_.base = base;
+      if (parts_.splits) cuda::check(starts_.split(parts_, true, stream_), "converting sums of keys");
+    });
+  }
+
+ private:
+  /// Row values, and sums that start from zero. The work is tiles of query rows, and all rows where several branches
+  /// may share one; the conversion has the same.
+  PartsLaunch prepare(const cuda::Launch& base) {
+    parts_.base = base;
+    if (parts_.splits) cuda::check(starts_.split(parts_, false, stream_), "clearing sums of keys");
+    if (base.gradients.sum_keys && rows_left_ == plan_.problem().query_rows)
+      cuda::check(cuda::clear_key_sums(base, stream_), "clearing accumulators");
+    cuda::Schedule& schedule = parts_.base.schedule;
+    schedule.fill = schedule.fill || schedule.merges;
+    cut_queries(cuda::kEveryBranch);
+    parts_.zero_keys = !base.gradients.sum_keys;
+    for (int r = 0; r < base.schedule.range_count; ++r) rows_left_ -= base.schedule.ranges[r].count;
+    parts_.finish_keys = base.gradients.sum_keys && rows_left_ == 0;
+    place_strands(parts_);
+    launch_.first_ticket = 0;
+    const PartsLaunch all = parts_;
+    if (!has_own_deltas(plan_)) {
+      cuda::check(starts_.prepare(all, stream_), "starting the preparation of backward");
+      return all;
+    }
+    parts_.base.tensors.out = {reinterpret_cast<char*>(scratch_.branch_out), out_.strides[0], out_.strides[1],
+                               out_.strides[2]};
+    for (int b = 0; b < base.schedule.branch_count; ++b) {
+      if (!base.schedule.branches[b].active(base.tensors.tokens)) continue;
+      const Plan plan = alone(plan_, static_cast<std::size_t>(b));
+      kKernel.forward({plan, a_.call, a_.ranges, a_.q, a_.k, a_.v, out_, {}, 1, scratch_.branch_workspace});
+      prepare_part(b);
+    }
+    prepare_part(cuda::kNoBranch);
+    return all;
+  }
+
+  /// Row values of one branch, of its own output; or only sums of rows.
+  void prepare_part(int branch) {
+    cut_queries(branch);
+    if (parts_.items + parts_.fill_items > 0)
+      cuda::check(starts_.prepare(parts_, stream_), "starting the preparation of a branch");
+  }
+
+  /// The work of the preparation: tiles of query rows of a branch or of all.
+  void cut_queries(int branch) {
+    cuda::Schedule& schedule = parts_.base.schedule;
+    const bool rows = branch == cuda::kEveryBranch || branch == cuda::kNoBranch;
+    cuda::add_work(parts_.base, plan_, {.rows = kSumTileRows, .fills = rows, .branch = branch});
+    for (int w = 0; w < schedule.work_count; ++w)  // heads of one tile together: they are neighbours in memory
+      schedule.work[w].chunk = static_cast<unsigned>(schedule.work[w].head_count);
+    count_items(parts_);
+  }
+
+  /// The main kernel.
+  void add(const cuda::Launch& part) {
+    if (part.schedule.items == 0) return;
+    const int keys = tile_keys(plan_.problem());
+    parts_.base = part;
+    cuda::Schedule& schedule = parts_.base.schedule;
+    schedule.descending = in_order_ && part.rules.causal;  // BackwardTask::turn
+    parts_.items = static_cast<unsigned>(schedule.items);
+    launch_.query_group = part.tensors.heads / part.tensors.kv_heads;
+    launch_.halved = static_cast<unsigned>(schedule.items == plan_.items(keys) ? halved_items(plan_) : 0);
+    launch_.blocks =
+        static_cast<int>(std::min<std::int64_t>(schedule.items + launch_.halved, multiprocessors(plan_.problem())));
+    int tiles = 0;
+    for (int w = 0; w < schedule.work_count; ++w) {
+      cuda::Work& work = schedule.work[w];
+      work.chunk = static_cast<unsigned>(in_order_ ? strands_in_order(work, plan_, launch_.blocks)
+                                                   : strands_together(work, plan_));
+      tiles = std::max(tiles, work.tiles);
+    }
+    launch_.together = in_order_ ? strands_of_all(parts_.base) : 0;
+    if (launch_.together > 0) parts_.items = launch_.together * static_cast<unsigned>(tiles);
+    // Asking and telling takes longer than a tile of queries, but a strand's tiles of keys follow sooner: that matters
+    // where a call has few.
+    launch_.told_tiles = schedule.items < kFewRounds * std::int64_t{launch_.blocks} ? 1 : 2;
+    cuda::check(starts_.run(launch_, stream_), "starting the Hopper backward kernel");
+    // Every block takes one number that is no item any more.
+    launch_.first_ticket += parts_.items + launch_.halved + static_cast<unsigned>(launch_.blocks);
+  }
+
+  const BackwardArguments& a_;
+  const Plan& plan_;
+  const BackwardStarts& starts_;
+  const cudaStream_t stream_;
+  const BackwardScratch scratch_;
+  const bool in_order_ = plan_.options().deterministic;
+  BackwardLaunch launch_{};
+  PartsLaunch& parts_ = launch_.parts;
+  std::int64_t rows_left_;  // of the query ranges
+  TensorView out_;          // of one branch, for its own deltas
+};
+
+}  // namespace
+
 void backward(const BackwardArguments& a) {
-  const Problem& problem = a.plan.problem();
-  BackwardLaunch launch{};
-  const bool masked = has_masks(a.plan);
-  const Space space = layout(a.plan);
-  const auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(a.workspace + offset); };
-  PartsLaunch& parts = launch.parts;
-  parts.lse = at(space.lse), parts.delta = at(space.delta), parts.sums = at(space.sums);
-  parts.sum_columns = static_cast<int>(merged_columns(problem));
   const cuda::DeviceGuard guard(a.q.device.index);
   cuda::check_pointers(a);
-  if (!make_maps(launch, a) || !make_sum_maps(launch, a.plan))
-    throw Unsupported(fmt::format("hopper-wgmma {}", kNoMap));
-  const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
-  const BackwardStarts& starts = problem.dtype == DType::bf16 ? kBackwardBf16 : kBackwardF16;
-  const bool in_order = a.plan.options().deterministic;
-  parts.ticket = reinterpret_cast<unsigned*>(at(space.ticket));
-  parts.turns = in_order ? reinterpret_cast<unsigned*>(at(space.turns)) : nullptr;
-  const int halved = halved_items(a.plan);
-  parts.joined = halved > 0 ? reinterpret_cast<unsigned*>(at(space.joined)) : nullptr;
-  launch.halves = at(space.halves);
-  launch.totals = space.totals > 0 ? at(space.totals) : nullptr;
-  bool cleared = false;
-  std::int64_t rows_left = problem.query_rows;
-  parts.lists = masked;
-  // Where all fits in L2, long items of every branch come before short ones of any.
-  const bool in_parts = !in_order && !masked && sum_rows(a.plan) * sum_columns(a.plan) * 8 <= kCacheBytes;
-  const cuda::Tiling tiling{.rows = tile_keys(problem),
-                            .by_keys = true,
-                            .fills = false,
-                            .parts = in_parts,
-                            .splits = cuda::splits_lists(a.plan)};
-  cuda::for_each_launch(a, tiling, true, [&](cuda::Launch& base) {
-    base.gradients.dk_sum = at(space.dk), base.gradients.dv_sum = at(space.dv);
-    // Where nothing else adds up, only the keys of lists that are cut do; which these are, adaptive masks do not say.
-    parts.splits = tiling.splits && problem.heads == problem.kv_heads && !is_adaptive(a.plan);
-    base.gradients.sum_keys = base.gradients.sum_keys && !parts.splits;
-    parts.base = base;
-    if (parts.splits) cuda::check(starts.split(parts, false, stream), "clearing sums of keys");
-    if (base.gradients.sum_keys && !cleared) cuda::check(cuda::clear_key_sums(base, stream), "clearing accumulators");
-    cleared = true;
-    // Around the main kernel: tiles of query rows, and all rows where several branches may share one.
-    parts.base = base;
-    parts.base.schedule.fill = base.schedule.fill || base.schedule.merges;
-    cuda::add_work(parts.base, a.plan, {.rows = kSumTileRows});
-    for (int w = 0; w < parts.base.schedule.work_count;
-         ++w) {  // heads of one tile after the other: they are neighbours in memory
-      cuda::Work& work = parts.base.schedule.work[w];
-      work.chunk = static_cast<unsigned>(work.head_count);
-    }
-    parts.zero_keys = !base.gradients.sum_keys;
-    for (int r = 0; r < base.schedule.range_count; ++r) rows_left -= base.schedule.ranges[r].count;
-    parts.finish_keys = base.gradients.sum_keys && rows_left == 0;
-    place_strands(parts);
-    count_items(parts);
-    const PartsLaunch around = parts;
-    cuda::check(starts.prepare(around, stream), "starting the preparation of backward");
-
-    launch.first_ticket = 0;
-    const auto run = [&](const cuda::Launch& part) {
-      if (part.schedule.items == 0) return;
-      parts.base = part;
-      parts.base.schedule.descending = in_order && part.rules.causal;  // BackwardTask::turn
-      parts.items = static_cast<unsigned>(part.schedule.items);
-      launch.query_group = part.tensors.heads / part.tensors.kv_heads;
-      launch.halved = static_cast<unsigned>(part.schedule.items == a.plan.items(tile_keys(problem)) ? halved : 0);
-      launch.blocks =
-          static_cast<int>(std::min<std::int64_t>(part.schedule.items + launch.halved, multiprocessors(problem)));
-      for (int w = 0; w < part.schedule.work_count; ++w) {
-        cuda::Work& work = parts.base.schedule.work[w];
-        work.chunk = static_cast<unsigned>(in_order ? strands_in_order(work, a.plan, launch.blocks)
-                                                    : strands_together(work, a.plan));
-      }
-      launch.together = in_order ? strands_of_all(parts.base) : 0;
-      if (launch.together > 0) {
-        int tiles = 0;
-        for (int w = 0; w < part.schedule.work_count; ++w) tiles = std::max(tiles, part.schedule.work[w].tiles);
-        parts.items = launch.together * static_cast<unsigned>(tiles);
-      }
-      // Asking and telling takes longer than a tile of queries, but a strand's tiles of keys follow sooner: that
-      // matters where a call has few.
-      launch.told_tiles = part.schedule.items < kFewRounds * std::int64_t{launch.blocks} ? 1 : 2;
-      cuda::check(starts.run(launch, stream), "starting the Hopper backward kernel");
-      // Every block takes one number that is no item any more.
-      launch.first_ticket += parts.items + launch.halved + static_cast<unsigned>(launch.blocks);
-    };
-    if (in_order && base.gradients.sum_keys)
-      cuda::for_each_writer(base, base.tensors.heads / base.tensors.kv_heads, run);
-    else run(base);
-    cuda::check(starts.convert(around, stream), "starting the conversion of gradients");
-    if (parts.splits) {
-      parts.base = base;
-      cuda::check(starts.split(parts, true, stream), "converting sums of keys");
-    }
-  });
+  BackwardCall(a).run();
 }
 
 }  // namespace longspan::hopper

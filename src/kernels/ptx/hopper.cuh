@@ -115,6 +115,9 @@ __device__ __forceinline__ void add_release(unsigned* target) {
 __device__ __forceinline__ void store_word(std::uint32_t address, std::uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
 }
+__device__ __forceinline__ void store_byte(std::uint32_t address, std::uint32_t value) {
+  asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
+}
 __device__ __forceinline__ void store_zeros(std::uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};\n" ::"r"(address), "r"(0) : "memory");
 }
@@ -145,6 +148,11 @@ __device__ __forceinline__ std::uint32_t load_word(std::uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
+__device__ __forceinline__ uint2 load_two(std::uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];\n" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ uint4 load_words(std::uint32_t address) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n"
@@ -158,6 +166,13 @@ __device__ __forceinline__ void store_global(void* place, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"l"(place), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
+}
+
+/// 2 * bits, plus one if x + y is 2^32 or more.
+__device__ __forceinline__ std::uint32_t add_carry(std::uint32_t x, std::uint32_t y, std::uint32_t bits) {
+  std::uint32_t all;
+  asm("{.reg .u32 sum;\n add.cc.u32 sum, %1, %2;\n addc.u32 %0, %3, %3;}\n" : "=r"(all) : "r"(x), "r"(y), "r"(bits));
+  return all;
 }
 
 /// Adds a float to memory.

@@ -95,14 +95,16 @@ TEST(DecodeGrid, EveryKeyOfEveryRowIsInOneBlock) {
             const StrandRows strand = grid.strand(p, lengths[p.entry]);
             int found = 0;
             for (int pair = 0; pair < grid.rows * grid.group; ++pair) {
-              if (!grid.joins(p, pair, lengths[p.entry])) continue;
+              const int own = grid.find(p, strand, pair);
+              if (own < 0) continue;
               if (found++ / 16 != p.tile) continue;
-              const int row = pair / grid.group, head = p.kv_head * grid.group + pair % grid.group;
+              const int row = grid.row_of(pair), head = p.kv_head * grid.group + grid.head_of(pair);
               const Strand want = plan.branches()[static_cast<std::size_t>(p.branch)].strand(
-                  head, grid.positions[row] / grid.strands[p.branch].segment, lengths[p.entry]);
+                  head, grid.positions[row] / grid.rules[p.branch].segment, lengths[p.entry]);
+              ASSERT_EQ(strand.start + own * strand.stride, grid.positions[row]);
               ASSERT_EQ(strand.start, want.start);
               ASSERT_EQ(strand.count, want.count);
-              if (p.chunk * kDecodeKeys >= grid.keys(strand, grid.positions[row])) continue;
+              if (chunk_begin(p.chunk) >= grid.keys(strand, own)) continue;
               chunks[{p.branch, p.entry, head, row}].push_back(p.chunk);
               ++records[grid.record(p.branch, p.entry, head, row, p.chunk)];
               if (of.groups > 0 && p.chunk % kDecodeFan == 0)
@@ -120,7 +122,8 @@ TEST(DecodeGrid, EveryKeyOfEveryRowIsInOneBlock) {
                       branch.covers(head, position)) {
                     const Strand strand = branch.strand(head, position / branch.segment, length);
                     const std::int64_t keys = causal ? (position - strand.start) / strand.stride + 1 : strand.count;
-                    for (int chunk = 0; chunk * kDecodeKeys < keys; ++chunk) want.push_back(chunk);
+                    for (std::int64_t key = 0; key < keys; key += key < 4096 ? 256 : 1024)
+                      want.insert(want.begin(), static_cast<int>(want.size()));
                   }
                   ASSERT_EQ((chunks[{b, entry, head, row}]), want)
                       << setting.pattern.to_string() << " branch " << b << " head " << head << " position " << position;

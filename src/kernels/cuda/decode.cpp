@@ -44,17 +44,17 @@ void cut_branch(DecodeBranch& of, const DecodeGrid& grid, const DeviceBranch& br
       leads = leads && (other == row || !same ||
                         (branch.fixed_phase >= 0 && at % branch.segment % branch.dilation != branch.fixed_phase));
     }
-    if (leads) of.leaders[of.segments++] = static_cast<std::uint8_t>(row);
+    if (leads) of.segment[of.segments++] = position / branch.segment;
     most = std::max(most, alike);
   }
   of.kv_begin = branch.head_begin / grid.group;
   of.kv_count = (branch.head_begin + branch.head_count - 1) / grid.group + 1 - of.kv_begin;
   of.variants = split.variants;
   of.tiles = std::max(1, ceil_divide(most * split.together, 16));
-  of.chunks = ceil_divide(keys, kDecodeKeys);
+  of.chunks = chunks_of(keys);
   if (of.segments == 0) {  // one block for each key/value head all the same, since somebody has to finish it
     of.segments = of.variants = of.chunks = 1;
-    of.leaders[0] = 0;
+    of.segment[0] = 0;
   }
   of.groups = of.chunks > kDecodeFan ? ceil_divide(of.chunks, kDecodeFan) : 0;
 }
@@ -81,7 +81,7 @@ Verdict can_run(const Plan& plan, Pass pass) {
   for (const BranchPlan& branch : plan.branches()) {
     if (branch.mask) return no("has no block masks, here is one of blocks of {}", branch.mask->block_size());
   }
-  const int needed = decode_shared_bytes(problem.dtype == DType::f32, static_cast<int>(problem.head_dim));
+  const int needed = DecodeMemory(problem.dtype == DType::f32, decode_width(problem.head_dim)).bytes;
   const int available = devices()[static_cast<std::size_t>(problem.device.index)].shared_bytes;
   if (available < needed)
     return no("needs {} bytes of shared memory in a block, {} has {}", needed, to_string(problem.device), available);
@@ -128,17 +128,18 @@ DecodeGrid decode_grid(const Launch& launch) {
   }
   grid.counters = static_cast<unsigned>(tensors.batch * tensors.kv_heads);
   for (int b = 0; b < grid.branch_count; ++b) {
-    grid.strands[b] = schedule.branches[b];
+    grid.rules[b] = schedule.branches[b];
     DecodeBranch& of = grid.branches[b];
-    cut_branch(of, grid, grid.strands[b], tensors.tokens);
+    cut_branch(of, grid, grid.rules[b], tensors.tokens);
+    of.strands = tensors.batch * of.kv_count * of.segments * of.variants;
     of.first_block = grid.blocks;
     of.first_counter = grid.counters;
     of.first_record = grid.records;
-    const unsigned tiles = static_cast<unsigned>(tensors.batch * of.kv_count * of.segments * of.variants * of.tiles);
+    const unsigned tiles = static_cast<unsigned>(of.strands * of.tiles);
     grid.blocks += tiles * static_cast<unsigned>(of.chunks);
     grid.counters += tiles * static_cast<unsigned>(of.groups);
     grid.records +=
-        static_cast<std::int64_t>(tensors.batch) * grid.strands[b].head_count * grid.rows * (of.chunks + of.groups);
+        static_cast<std::int64_t>(tensors.batch) * grid.rules[b].head_count * grid.rows * (of.chunks + of.groups);
   }
   return grid;
 }
@@ -153,8 +154,8 @@ DecodeBounds decode_bounds(const Plan& plan) {
     const DeviceBranch branch = branch_of<int>(planned);
     const HeadSplit split = split_heads(branch, group);
     const int longest = branch.longest_strand(static_cast<int>(problem.tokens));
-    const double chunks = std::max(1, ceil_divide(longest, kDecodeKeys)),
-                 groups = chunks > kDecodeFan ? static_cast<double>(ceil_divide(longest, kDecodeKeys * kDecodeFan)) : 0;
+    const int chunks = std::max(1, chunks_of(longest)),
+              groups = chunks > kDecodeFan ? ceil_divide(chunks, kDecodeFan) : 0;
     const double segments = std::min(rows, static_cast<double>(branch.segments(static_cast<int>(problem.tokens))));
     const double tiles =
         std::max(1.0, static_cast<double>(ceil_divide(static_cast<int>(problem.query_rows) * split.together, 16)));

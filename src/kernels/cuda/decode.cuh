@@ -1,7 +1,9 @@
 // Forward of few query rows: bound by memory, so every warp streams keys of its own and waits for nobody until the end
-// of its chunk. See decode.h for the grid.
-//   shared   Q [16 pairs][columns], then 64 KB: for each warp kStages steps of 16 rows of K and of V, swizzled
+// of a chunk. See decode.h for the grid.
+//   shared   Q [16 pairs][columns], for each warp kStages steps of 16 rows of K and of V, swizzled
 //   a warp   every kWarps-th step of 16 keys, all 16 pairs, its own maximum, sum and output
+// Code is kept short: a block runs most of it once, and fetching instructions costs more than executing them. So there
+// is one copy of each loop's body, and key_mask, pieces, ALiBi and unaligned rows have instantiations of their own.
 #pragma once
 
 #include "kernels/cuda/decode.h"
@@ -9,20 +11,17 @@
 
 namespace longspan::cuda {
 
-template <class MathValue, int kColumnsValue>
+template <class MathValue, int kColumnsValue, bool kFeaturesValue>
 struct DecodeShape {
   using Math = MathValue;
   static constexpr int kColumns = kColumnsValue, kPairs = 16, kStepKeys = 16;
-  static constexpr int kPitch = pitch_of<Math>(kColumns), kStepBytes = 2 * kStepKeys * kPitch;
-  static constexpr int kRingBytes = 64 * 1024;
-  static constexpr int kWarps = kStepBytes >= 32 * 1024 ? 1 : kStepBytes >= 16 * 1024 ? 2 : 4;
-  static constexpr int kStages = kRingBytes / (kWarps * kStepBytes);
-  static constexpr int kThreads = kWarps * kWarpThreads;
-  static constexpr int kSharedBytes = kPairs * kPitch + kRingBytes;
-  static constexpr int kBlocksPerSm = kSharedBytes > 72 * 1024 ? 2 : 3;
-  static constexpr int kStatePitch = kColumns + 4;  // floats of a warp's state of one pair
-  static_assert(kDecodeKeys % (kWarps * kStepKeys) == 0 && kStages >= 2);
-  static_assert(kWarps * kPairs * kStatePitch * 4 <= kRingBytes);
+  static constexpr bool kFeatures = kFeaturesValue;
+  static constexpr DecodeMemory kMemory{kWide<Math>, kColumns};
+  static constexpr int kPitch = kMemory.pitch, kStepBytes = kMemory.step, kStages = kMemory.stages;
+  static constexpr int kWarps = kMemory.warps, kThreads = kWarps * kWarpThreads, kSharedBytes = kMemory.bytes;
+  static constexpr int kBlocksPerSm = kSharedBytes <= 72 * 1024 ? 3 : 2;
+  static constexpr int kStatePitch = kMemory.state_pitch;  // floats of a warp's state of one pair
+  static_assert(kPitch == pitch_of<Math>(kColumns) && kWarps * 8 * kStatePitch * 4 <= kMemory.ring);
 };
 
 __device__ __forceinline__ float decode_base(float largest) { return largest == -LONGSPAN_INFINITY ? 0.0f : largest; }
@@ -52,8 +51,8 @@ struct DecodeState {
     largest = highest;
     sum = total;
     constexpr int kAtOnce = kMost < 8 ? kMost : 8;  // loads in flight
-#pragma unroll
-    for (int first = 0; first < kMost; first += kAtOnce) {
+#pragma unroll 1
+    for (int first = 0; first < count; first += kAtOnce) {
       float4 values[kAtOnce][kQuads];
 #pragma unroll
       for (int c = 0; c < kAtOnce; ++c)
@@ -109,7 +108,7 @@ struct DecodeState {
 /// The pairs of a block's tile, in order.
 struct DecodePairs {
   int count, end;  // end: of the keys that some pair attends to
-  int pair[16], own[16];
+  int row[16], head[16], own[16];
 };
 
 __device__ __forceinline__ void find_pairs(const Decode& a, const DecodePlace& p, const StrandRows& strand, int length,
@@ -117,16 +116,17 @@ __device__ __forceinline__ void find_pairs(const Decode& a, const DecodePlace& p
   const int lane = threadIdx.x;
   int found = 0, end = 0;
   if (strand.count > 0 && a.grid.leads(p)) {
+#pragma unroll 1
     for (int first = 0; first < a.grid.rows * a.grid.group; first += kWarpThreads) {
       const int pair = first + lane;
-      const bool joins = pair < a.grid.rows * a.grid.group && a.grid.joins(p, pair, length);
-      const unsigned all = __ballot_sync(~0u, joins);
+      const int own = pair < a.grid.rows * a.grid.group ? a.grid.find(p, strand, pair) : -1;
+      const unsigned all = __ballot_sync(~0u, own >= 0);
       const int place = found + __popc(all & ((1u << lane) - 1)) - 16 * p.tile;
-      if (joins && place >= 0 && place < 16) {
-        const int position = a.grid.positions[pair / a.grid.group];
-        pairs.pair[place] = pair;
-        pairs.own[place] = (position - strand.start) / strand.stride;
-        end = max(end, a.grid.keys(strand, position));
+      if (own >= 0 && place >= 0 && place < 16) {
+        pairs.row[place] = a.grid.row_of(pair);
+        pairs.head[place] = p.kv_head * a.grid.group + a.grid.head_of(pair);
+        pairs.own[place] = own;
+        end = max(end, a.grid.keys(strand, own));
       }
       found += __popc(all);
     }
@@ -135,7 +135,7 @@ __device__ __forceinline__ void find_pairs(const Decode& a, const DecodePlace& p
   if (lane == 0) pairs.count = min(max(found - 16 * p.tile, 0), 16), pairs.end = end;
 }
 
-/// The keys of one chunk as a warp loads and reads them.
+/// The keys of a chunk as a warp loads and reads them.
 template <class Shape>
 struct DecodeKeys {
   using T = Element<typename Shape::Math>;
@@ -145,16 +145,14 @@ struct DecodeKeys {
   const StrandRows& strand;
   std::uint32_t ring;
   int begin, stop;  // of the chunk
-  bool looked_up;   // rows come from pieces, or some are masked
   const char *k_base, *v_base;
   std::int64_t k_step, v_step;
 
   __device__ __forceinline__ DecodeKeys(const Decode& decode, const DecodePlace& place, const StrandRows& rows,
                                         std::uint32_t memory, int end)
       : a(decode), p(place), strand(rows), ring(memory) {
-    begin = p.chunk * kDecodeKeys;
-    stop = min(begin + kDecodeKeys, end);
-    looked_up = a.tensors.piece_count > 0 || a.rules.key_mask;
+    begin = chunk_begin(p.chunk);
+    stop = chunk_end(p.chunk, end);
     const auto first = [&](const Rows& of) {
       return of.data + of.offset(p.entry, strand.start, p.kv_head) * static_cast<std::int64_t>(sizeof(T));
     };
@@ -169,75 +167,71 @@ struct DecodeKeys {
   __device__ __forceinline__ unsigned load(int step, int key) const {
     const std::uint32_t k_tile = stage(step), v_tile = k_tile + Shape::kStepBytes / 2;
     const int lane = threadIdx.x % kWarpThreads;
-    const auto both = [&](int i, const char* k_row, const char* v_row, bool valid) {
-      const int flat = i * kWarpThreads + lane;
-      const std::uint32_t offset = chunk_offset<Shape::kPitch>(flat / kPlaces, flat % kPlaces);
-      load_chunk<T, true>(k_tile + offset, k_row, flat % kPlaces, valid, a.tensors.columns, a.tensors.aligned);
-      load_chunk<T, true>(v_tile + offset, v_row, flat % kPlaces, valid, a.tensors.columns, a.tensors.aligned);
-    };
-    if (!looked_up) {
+    if constexpr (!Shape::kFeatures) {
 #pragma unroll
       for (int i = 0; i < kTimes; ++i) {
-        const int row = key + (i * kWarpThreads + lane) / kPlaces;
-        const bool valid = row < stop;
-        both(i, k_base + (valid ? row : begin) * k_step, v_base + (valid ? row : begin) * v_step, valid);
+        const int flat = i * kWarpThreads + lane, chunk = flat % kPlaces, row = key + flat / kPlaces;
+        const bool valid = row < stop && chunk * static_cast<int>(16 / sizeof(T)) < a.tensors.columns;
+        const std::uint32_t offset = chunk_offset<Shape::kPitch>(flat / kPlaces, chunk);
+        copy_async(k_tile + offset, valid ? k_base + row * k_step + chunk * 16 : k_base, valid);
+        copy_async(v_tile + offset, valid ? v_base + row * v_step + chunk * 16 : v_base, valid);
       }
       return stop - key >= 16 ? 0xFFFFu : (1u << (stop - key)) - 1;
-    }
-    const int own = key + lane % 16, position = strand.start + own * strand.stride;
-    const char *k_row = nullptr, *v_row = nullptr;
-    if (own < stop && a.rules.allowed(p.entry, position))
-      a.tensors.key_row(p.entry, p.kv_head, position, sizeof(T), k_row, v_row);
-    const unsigned valid = __ballot_sync(~0u, k_row != nullptr);
-    if (!k_row) k_row = v_row = a.tensors.q.data;  // something to point at
-    const auto of_lane = [](const char* pointer, int source) {
-      return reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), source));
-    };
+    } else {
+      const int own = key + lane % 16, position = strand.start + own * strand.stride;
+      const char *k_row = nullptr, *v_row = nullptr;
+      if (own < stop && a.rules.allowed(p.entry, position))
+        a.tensors.key_row(p.entry, p.kv_head, position, sizeof(T), k_row, v_row);
+      const unsigned present = __ballot_sync(~0u, k_row != nullptr);
+      if (!k_row) k_row = v_row = a.tensors.q.data;  // something to point at
+      const auto of_lane = [](const char* pointer, int source) {
+        return reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), source));
+      };
 #pragma unroll 1
-    for (int i = 0; i < kTimes; ++i) {
-      const int row = (i * kWarpThreads + lane) / kPlaces;
-      both(i, of_lane(k_row, row), of_lane(v_row, row), valid >> row & 1);
+      for (int i = 0; i < kTimes; ++i) {
+        const int flat = i * kWarpThreads + lane, chunk = flat % kPlaces, row = flat / kPlaces;
+        const std::uint32_t offset = chunk_offset<Shape::kPitch>(row, chunk);
+        const bool valid = present >> row & 1;
+        load_chunk<T, true>(k_tile + offset, of_lane(k_row, row), chunk, valid, a.tensors.columns, a.tensors.aligned);
+        load_chunk<T, true>(v_tile + offset, of_lane(v_row, row), chunk, valid, a.tensors.columns, a.tensors.aligned);
+      }
+      return present & 0xFFFFu;
     }
-    return valid & 0xFFFFu;
   }
 };
 
-/// A warp's part of a chunk; its state of every pair goes to `states`, once all warps are done with their keys.
-template <class Shape>
+/// A warp's part of a chunk. At its end all warps put their states, of eight pairs at a time, where keys were, and
+/// put(place, state) gets them merged, one pair in each warp.
+template <class Shape, class Put>
 __device__ __forceinline__ void stream_keys(const Decode& a, const DecodePlace& p, const StrandRows& strand,
-                                            const DecodePairs& pairs, std::uint32_t q_tile, std::uint32_t ring,
-                                            float* states) {
+                                            const DecodePairs& pairs, char* shared, Put&& put) {
   using Math = typename Shape::Math;
   constexpr int kColumns = Shape::kColumns, kStages = Shape::kStages, kEach = Shape::kWarps * Shape::kStepKeys;
+  __shared__ unsigned present[Shape::kWarps][kStages];
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
+  const std::uint32_t q_tile = shared_address(shared), ring = q_tile + 16 * Shape::kPitch;
+  float* const states = reinterpret_cast<float*>(shared + 16 * Shape::kPitch);
   const DecodeKeys<Shape> keys(a, p, strand, ring + static_cast<std::uint32_t>(warp * kStages * Shape::kStepBytes),
                                pairs.end);
   const int first = keys.begin + warp * Shape::kStepKeys;
   const int steps = first < keys.stop ? (keys.stop - first + kEach - 1) / kEach : 0;
-  unsigned present[kStages];
-#pragma unroll
-  for (int s = 0; s < kStages - 1; ++s) {
-    if (s < steps) present[s] = keys.load(s, first + s * kEach);
-    copy_commit();
-  }
-  copy_wait<kStages - 1>();  // Q
-  __syncthreads();
 
   float out[1][kColumns / 8][4], largest[2], sum[2] = {0.0f, 0.0f}, slope[2] = {0.0f, 0.0f};
-  int own[2];
+  int own[2], last[2];  // row of a pair, and the last key that it attends to
   clear(out);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int place = lane / 4 + 8 * half;
     largest[half] = -LONGSPAN_INFINITY;
     own[half] = place < pairs.count ? pairs.own[place] : -1;
-    if (a.rules.alibi && place < pairs.count)
-      slope[half] =
-          a.rules.alibi[(p.kv_head * a.grid.group + pairs.pair[place] % a.grid.group) * a.rules.alibi_head] * kLog2E;
+    last[half] = a.rules.causal ? own[half] : keys.stop;
+    if (Shape::kFeatures && a.rules.alibi && place < pairs.count)
+      slope[half] = a.rules.alibi[pairs.head[place] * a.rules.alibi_head] * kLog2E;
   }
   const float scale_log2 = a.rules.scale * kLog2E;
 
-  const auto take = [&](int step, unsigned here) {
+  const auto take = [&](int step) {
+    const unsigned here = present[warp][step % kStages];
     float scores[1][2][4];
     const std::uint32_t k_tile = keys.stage(step), v_tile = k_tile + Shape::kStepBytes / 2;
     multiply_rows<Math, kColumns>(scores, q_tile, 0, k_tile, 0);
@@ -249,10 +243,13 @@ __device__ __forceinline__ void stream_keys(const Decode& a, const DecodePlace& 
         const int half = i / 2, local = n * 8 + (lane % 4) * 2 + i % 2, key = first + step * kEach + local;
         float& score = scores[0][n][i];
         score = __fmul_rn(score, scale_log2);
-        if (a.rules.alibi)
-          score = fmaf(-slope[half],
-                       static_cast<float>(abs(own[half] - key) * static_cast<std::int64_t>(strand.stride)), score);
-        if (!(here >> local & 1) || (a.rules.causal && key > own[half])) score = -LONGSPAN_INFINITY;
+        if constexpr (Shape::kFeatures) {
+          if (a.rules.alibi) {
+            const int distance = abs(own[half] - key);
+            score = fmaf(-slope[half], static_cast<float>(distance * static_cast<std::int64_t>(strand.stride)), score);
+          }
+        }
+        if (!(here >> local & 1) || key > last[half]) score = -LONGSPAN_INFINITY;
         highest[half] = fmaxf(highest[half], score);
       }
 #pragma unroll
@@ -281,33 +278,50 @@ __device__ __forceinline__ void stream_keys(const Decode& a, const DecodePlace& 
     accumulate<Math, Shape::kPitch, Shape::kStepKeys / kStepSize<Math>>(
         out, [&](Fragment& f, int m, int part) { weights_of<Math>(f, scores[m], part); }, v_tile, 0, 0);
   };
-  for (int step = 0; step < steps; step += kStages) {
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) {  // `present` stays in registers
-      if (step + s >= steps) break;
-      copy_wait<kStages - 2>();
-      __syncwarp();
-      const int next = step + s + kStages - 1;
-      if (next < steps) present[(s + kStages - 1) % kStages] = keys.load(next, first + next * kEach);
-      copy_commit();
-      take(step + s, present[s]);
+  // The first kStages - 1 turns only load. At step 0 Q is there too, which other warps have loaded parts of.
+#pragma unroll 1
+  for (int step = 1 - kStages; step < max(steps, 1); ++step) {
+    if (step >= 0) copy_wait<kStages - 2>();
+    if (step == 0) __syncthreads();
+    else __syncwarp();
+    const int next = step + kStages - 1;
+    if (next < steps) {
+      const unsigned found = keys.load(next, first + next * kEach);
+      if (lane == 0) present[warp][next % kStages] = found;
     }
+    copy_commit();
+    if (step >= 0 && step < steps) take(step);
   }
 
   copy_wait<0>();
-  __syncthreads();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    if (8 * half >= pairs.count) break;
+    __syncthreads();
     sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
     sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-    float* const state = states + (warp * 16 + lane / 4 + 8 * half) * Shape::kStatePitch;
-    if (lane % 4 == 0) state[0] = largest[half], state[1] = sum[half];
+    if (8 * half + lane / 4 < pairs.count) {
+      float* const state = states + (warp * 8 + lane / 4) * Shape::kStatePitch;
+      if (lane % 4 == 0) *reinterpret_cast<float2*>(state) = make_float2(largest[half], sum[half]);
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n)
-      *reinterpret_cast<float2*>(state + 4 + n * 8 + (lane % 4) * 2) =
-          make_float2(out[0][n][2 * half], out[0][n][2 * half + 1]);
+      for (int n = 0; n < kColumns / 8; ++n)
+        *reinterpret_cast<float2*>(state + 4 + n * 8 + (lane % 4) * 2) =
+            make_float2(out[0][n][2 * half], out[0][n][2 * half + 1]);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int place = warp; place < min(pairs.count - 8 * half, 8); place += Shape::kWarps) {
+      const float* const of_warps = states + place * Shape::kStatePitch;
+      constexpr int kNext = 8 * Shape::kStatePitch;
+      const float2 part = lane < Shape::kWarps ? *reinterpret_cast<const float2*>(of_warps + lane * kNext)
+                                               : make_float2(-LONGSPAN_INFINITY, 0.0f);
+      DecodeState<Shape> merged;
+      merged.template merge<Shape::kWarps>(part.x, part.y, Shape::kWarps, a.tensors.columns, [&](int c, int at) {
+        return *reinterpret_cast<const float4*>(of_warps + c * kNext + 4 + at);
+      });
+      put(8 * half + place, merged);
+    }
   }
-  __syncthreads();
 }
 
 /// Whether this block is the last of `expected` to come to a counter, which it then leaves at zero. What the others
@@ -331,20 +345,24 @@ __device__ __forceinline__ void finish_rows(const Decode& a, int entry, int kv_h
   using T = Element<typename Shape::Math>;
   using State = DecodeState<Shape>;
   const int lane = threadIdx.x % kWarpThreads, columns = a.tensors.columns;
+#pragma unroll 1
   for (int pair = threadIdx.x / kWarpThreads; pair < a.grid.rows * a.grid.group; pair += Shape::kWarps) {
-    const int row = pair / a.grid.group, head = kv_head * a.grid.group + pair % a.grid.group;
+    const int row = a.grid.row_of(pair), head = kv_head * a.grid.group + a.grid.head_of(pair);
     const int position = a.grid.positions[row];
     State total;
+#pragma unroll 1
     for (int b = 0; b < a.grid.branch_count; ++b) {
-      const DeviceBranch& branch = a.grid.strands[b];
-      if (!branch.owns(head) || position >= length || !branch.active(length) || !branch.covers(head, position))
-        continue;
+      const DeviceBranch& branch = a.grid.rules[b];
+      if (!branch.owns(head) || position >= length) continue;
       const StrandRows strand = branch.strand(head, position / branch.segment, length);
-      const int chunks = strands::ceil_divide(a.grid.keys(strand, position), kDecodeKeys);
+      const int own = strands::piece_row(strand.start, strand.stride, strand.count, position);
+      if (own < 0) continue;
+      const int chunks = chunks_of(a.grid.keys(strand, own));
       const bool grouped = a.grid.branches[b].groups > 0;
       const int parts = grouped ? strands::ceil_divide(chunks, kDecodeFan) : chunks;
       const float* const records =
           a.records + a.grid.record(b, entry, head, row, grouped ? a.grid.branches[b].chunks : 0) * (columns + 4);
+#pragma unroll 1
       for (int first = 0; first < parts; first += kDecodeFan)
         total.add(State::of_records(records + static_cast<std::int64_t>(first) * (columns + 4),
                                     min(parts - first, kDecodeFan), columns));
@@ -384,48 +402,34 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) decode(c
   const StrandRows strand = a.grid.strand(p, length);
   if (warp == 0) find_pairs(a, p, strand, length, pairs);
   __syncthreads();
-  const auto head_of = [&](int place) { return p.kv_head * a.grid.group + pairs.pair[place] % a.grid.group; };
   const auto record = [&](int place, int index) {
-    return a.records +
-           a.grid.record(p.branch, p.entry, head_of(place), pairs.pair[place] / a.grid.group, index) * (columns + 4);
+    return a.records + a.grid.record(p.branch, p.entry, pairs.head[place], pairs.row[place], index) * (columns + 4);
   };
 
-  if (p.chunk * kDecodeKeys < pairs.end) {
+  if (chunk_begin(p.chunk) < pairs.end) {
     const std::uint32_t q_tile = shared_address(shared);
     constexpr int kPlaces = Shape::kPitch / 16;
+#pragma unroll 1
     for (int i = threadIdx.x; i < 16 * kPlaces; i += Shape::kThreads) {
-      const int place = i / kPlaces, chunk = i % kPlaces;
-      const bool valid = place < pairs.count;
+      const int place = i / kPlaces, chunk = i % kPlaces, from = min(place, pairs.count - 1);
       const char* const row =
-          a.tensors.q.data +
-          (valid ? a.tensors.q.offset(p.entry, a.grid.first_row + pairs.pair[place] / a.grid.group, head_of(place)) *
-                       static_cast<std::int64_t>(sizeof(T))
-                 : 0);
-      load_chunk<T, true>(q_tile + chunk_offset<Shape::kPitch>(place, chunk), row, chunk, valid, columns,
-                          a.tensors.aligned);
+          a.tensors.q.data + a.tensors.q.offset(p.entry, a.grid.first_row + pairs.row[from], pairs.head[from]) *
+                                 static_cast<std::int64_t>(sizeof(T));
+      load_chunk<T, Shape::kFeatures>(q_tile + chunk_offset<Shape::kPitch>(place, chunk), row, chunk,
+                                      place < pairs.count, columns, a.tensors.aligned);
     }
     copy_commit();
-    float* const states = reinterpret_cast<float*>(shared + 16 * Shape::kPitch);
-    stream_keys<Shape>(a, p, strand, pairs, q_tile, shared_address(states), states);
-    const int lane = threadIdx.x % kWarpThreads;
-    for (int place = warp; place < pairs.count; place += Shape::kWarps) {
-      const float* const of_warps = states + place * Shape::kStatePitch;
-      constexpr int kNext = 16 * Shape::kStatePitch;
-      const bool one = lane < Shape::kWarps;
-      State state;
-      state.template merge<Shape::kWarps>(
-          one ? of_warps[lane * kNext] : -LONGSPAN_INFINITY, one ? of_warps[lane * kNext + 1] : 0.0f, Shape::kWarps,
-          columns, [&](int c, int at) { return *reinterpret_cast<const float4*>(of_warps + c * kNext + 4 + at); });
-      state.put(record(place, p.chunk), columns);
-    }
+    stream_keys<Shape>(a, p, strand, pairs, shared,
+                       [&](int place, const State& state) { state.put(record(place, p.chunk), columns); });
   }
 
   if (of.groups > 0) {
     const int group = p.chunk / kDecodeFan, first = group * kDecodeFan, expected = min(of.chunks - first, kDecodeFan);
     if (!last_to_come(a.counters + p.group_counter + group, static_cast<unsigned>(expected))) return;
+#pragma unroll 1
     for (int place = warp; place < pairs.count; place += Shape::kWarps) {
-      const int keys = a.grid.causal ? pairs.own[place] + 1 : strand.count;
-      const int count = min(strands::ceil_divide(keys, kDecodeKeys) - first, kDecodeFan);
+      const int keys = a.grid.keys(strand, pairs.own[place]);
+      const int count = min(chunks_of(keys) - first, kDecodeFan);
       if (count > 0)
         State::of_records(record(place, first), count, columns).put(record(place, of.chunks + group), columns);
     }

@@ -48,6 +48,39 @@ TEST(GpuNumerics, ScoresAboveLseHaveFiniteGradients) {
   }
 }
 
+/// Scores of 1e10 and more: a score and the maximum of its row must be rounded alike, or a weight is 2^512. With
+/// options scores are scaled elsewhere, and a decoded row has its own kernel.
+TEST(GpuNumerics, HugeScoresHaveFiniteResults) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const double size : {1e5, 1e6}) {
+      for (const std::int64_t head_dim : {48, 64, 128, 192}) {
+        for (const Pattern& pattern : {Pattern::dense(), Pattern::longnet({100, 300}, {1, 2})}) {
+          for (const bool alibi : {false, true}) {
+            for (const bool causal : {false, true}) {
+              Case c(pattern, {}, {1, 300, 2, 2, head_dim}, dtype, Layout::bnhd, {}, size);
+              c.options.causal = causal;
+              if (alibi) c.alibi_slopes = {0.5f, 0.1f};
+              for (const std::string& kernel : gpu_kernels_for(c)) {
+                c.options.kernel = kernel;
+                const Attention attention(c.pattern, c.options);
+                DeviceCase device(c);
+                device.forward(attention, device.call());
+                device.backward(attention, device.call());
+                const Results& got = device.download();
+                EXPECT_EQ(not_finite(got.out) + not_finite(got.lse), 0)
+                    << kernel << " " << name_of(dtype) << " d" << head_dim << " " << pattern.to_string() << " " << size;
+                EXPECT_EQ(not_finite(got.dq) + not_finite(got.dk) + not_finite(got.dv), 0)
+                    << kernel << " " << name_of(dtype) << " d" << head_dim << " " << pattern.to_string() << " " << size;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 /// NaN still reaches what it must: a minimum that loses it would hide a bad row.
 TEST(GpuNumerics, NaNOfAKeyReachesTheGradientsOfItsQueries) {
   LONGSPAN_NEEDS_GPU();

@@ -11,6 +11,7 @@
 #include "kernels/cuda/counters.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/prepare.h"
+#include "memory/arena.h"
 
 namespace longspan::cuda {
 namespace {
@@ -201,27 +202,33 @@ bool wants_features(const Launch& launch) {
 /// What cuda-mma keeps of closed sums (closed_sums.cuh), after what all CUDA kernels take of workspace.
 struct Totals {
   static constexpr int kEach = 3;  // places for each multiprocessor, which runs that many blocks or fewer
-  std::size_t begin = 0, places = 0, end = 0;
+  float* sums = nullptr;
+  unsigned* places = nullptr;
   int count = 0, floats = 0;
+  std::size_t end;
 
-  Totals(const Plan& plan, Pass pass) {
-    begin = places = end = layout(plan, pass, true).total;
-    if (longest_sum(plan) <= kRowsOfSum) return;
-    const Problem& problem = plan.problem();
-    const int width = problem.head_dim <= 64 ? 64 : problem.head_dim <= 128 ? 128 : 256;
-    floats = 2 * tile_rows(arithmetic_of(plan).wide, width) * width;
-    count = kEach * devices()[static_cast<std::size_t>(problem.device.index)].multiprocessors;
-    places += static_cast<std::size_t>(count) * static_cast<std::size_t>(floats) * sizeof(float);
-    end = places + static_cast<std::size_t>(count) * sizeof(unsigned);
+  Totals(const Plan& plan, Pass pass, std::byte* workspace = nullptr) {
+    Arena arena(workspace, 256);
+    arena.place(layout(plan, pass, true).total);
+    if (longest_sum(plan) > kRowsOfSum) {
+      const Problem& problem = plan.problem();
+      const int width = problem.head_dim <= 64 ? 64 : problem.head_dim <= 128 ? 128 : 256;
+      floats = 2 * tile_rows(arithmetic_of(plan).wide, width) * width;
+      count = kEach * devices()[static_cast<std::size_t>(problem.device.index)].multiprocessors;
+      sums = arena.take<float>(std::int64_t{count} * floats);
+      places = arena.take<unsigned>(count);
+    }
+    end = arena.used();
   }
   /// Nobody has a place yet.
-  void clear(std::byte* workspace, cudaStream_t stream) const {
-    if (count > 0) check(cudaMemsetAsync(workspace + places, 0, end - places, stream), "clearing the table of totals");
+  void clear(cudaStream_t stream) const {
+    if (count > 0)
+      check(cudaMemsetAsync(places, 0, static_cast<std::size_t>(count) * sizeof(unsigned), stream),
+            "clearing the table of totals");
   }
-  void tell(Launch& launch, std::byte* workspace) const {
-    if (count == 0) return;
-    launch.scratch.totals = reinterpret_cast<float*>(workspace + begin);
-    launch.scratch.total_places = reinterpret_cast<unsigned*>(workspace + places);
+  void tell(Launch& launch) const {
+    launch.scratch.totals = sums;
+    launch.scratch.total_places = places;
     launch.scratch.total_count = count;
     launch.scratch.total_floats = floats;
   }
@@ -251,11 +258,11 @@ void forward_matrix(const ForwardArguments& a) {
   const DeviceGuard guard(device_of(a));
   check_pointers(a);
   const Arithmetic& arithmetic = arithmetic_of(a.plan);
-  const Totals totals(a.plan, Pass::forward);
-  totals.clear(a.workspace, stream_of(a));
+  const Totals totals(a.plan, Pass::forward, a.workspace);
+  totals.clear(stream_of(a));
   for_each_launch(a, tiling_of(a.plan, false, true), true, [&](Launch& launch) {
     if (launch.schedule.items == 0) return;
-    totals.tell(launch, a.workspace);
+    totals.tell(launch);
     const bool features = wants_features(launch);
     if (crowded(arithmetic.wide, launch, features))
       halve_last_tiles(launch, devices()[static_cast<std::size_t>(device_of(a))].multiprocessors, kCrowdedBlocks);
@@ -299,12 +306,12 @@ void backward_shaped(const BackwardArguments& a, bool compact) {
   const Arithmetic& arithmetic = arithmetic_of(a.plan);
   const bool in_order = a.plan.options().deterministic;
   const cudaStream_t stream = stream_of(a);
-  const Totals totals(a.plan, Pass::backward);
-  totals.clear(a.workspace, stream);
+  const Totals totals(a.plan, Pass::backward, a.workspace);
+  totals.clear(stream);
   bool prepared = false;
   Launch last{};
   const auto prepare = [&](Launch& launch) {
-    totals.tell(launch, a.workspace);
+    totals.tell(launch);
     if (!prepared) check(prepare_backward(launch, a.q.dtype, stream), "starting the preparation of backward");
     prepared = true;
     last = launch;

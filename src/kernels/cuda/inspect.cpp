@@ -50,8 +50,7 @@ BlockMask chosen_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
   if (shape.mask_heads == 0) return *plan.branches()[branch].mask;  // no entries: what keeps nothing
   const int device = plan.problem().device.index;
   const DeviceGuard guard(device);
-  const Workspace space = layout(plan, Pass::forward, false);
-  const DeviceLease lease(device, call.stream, space.total);
+  const DeviceLease lease(device, call.stream, layout(plan, Pass::forward, false).total);
   const ForwardArguments arguments{.plan = plan,
                                    .call = call,
                                    .ranges = ranges,
@@ -63,15 +62,15 @@ BlockMask chosen_blocks(const Plan& plan, std::size_t branch, const ConstTensorV
                                    .workspace = lease.data()};
   check_pointers(arguments);
   for_each_launch(arguments, {}, false, [](Launch&) {});
-  std::size_t offset = space.adaptive;
+  const std::byte* chosen = layout(plan, Pass::forward, false, lease.data()).adaptive;
   for (std::size_t b = 0; b < branch; ++b) {
     if (plan.branches()[b].adaptive_density > 0)
-      offset += AdaptivePlaces(adaptive_shape(plan, plan.branches()[b])).total;
+      chosen += AdaptivePlaces(adaptive_shape(plan, plan.branches()[b])).total;
   }
   std::vector<std::uint32_t> bits(static_cast<std::size_t>(shape.mask_heads) * static_cast<std::size_t>(shape.blocks) *
                                   static_cast<std::size_t>(shape.words()));
   const auto stream = static_cast<cudaStream_t>(call.stream);
-  check(cudaMemcpyAsync(bits.data(), lease.data() + offset + AdaptivePlaces(shape).bits, bits.size() * sizeof(bits[0]),
+  check(cudaMemcpyAsync(bits.data(), chosen + AdaptivePlaces(shape).bits, bits.size() * sizeof(bits[0]),
                         cudaMemcpyDeviceToHost, stream),
         "copying chosen blocks to the host");
   check(cudaStreamSynchronize(stream), "copying chosen blocks to the host");

@@ -12,6 +12,7 @@
 #include "kernels/cuda/counters.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/mask_lists.h"
+#include "memory/arena.h"
 #include "plan/branch.h"
 #include "util/philox.h"
 
@@ -87,9 +88,8 @@ Launch describe(const Arguments& a, const Workspace& space, bool matrix) {
     launch.tensors.lengths = call.lengths.data;
     launch.tensors.lengths_batch = call.lengths.strides[0];
     if (call.lengths.device.type == DeviceType::cpu) {
-      std::byte* const copy = a.workspace + space.lengths;
-      upload_lengths(copy, call.lengths, problem.batch, static_cast<cudaStream_t>(call.stream));
-      launch.tensors.lengths = copy;
+      upload_lengths(space.lengths, call.lengths, problem.batch, static_cast<cudaStream_t>(call.stream));
+      launch.tensors.lengths = space.lengths;
       launch.tensors.lengths_batch = 1;
       launch.tensors.lengths_64 = true;
     }
@@ -284,7 +284,7 @@ void add_lists(Launch& launch, const Arguments& a, const Workspace& space, Tilin
   const int device = plan.problem().device.index;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "asking whether the stream is being captured");
-  std::byte* adaptive = a.workspace + space.adaptive;
+  std::byte* adaptive = space.adaptive;
   const int shared_bytes = devices()[static_cast<std::size_t>(device)].shared_bytes;
   for (std::size_t b = 0; b < branches.size(); ++b) {
     const BranchPlan& branch = branches[b];
@@ -406,45 +406,34 @@ bool sums_keys(const Plan& plan, std::size_t ranges) {
 
 bool has_key_sums(const BackwardArguments& a) {
   const Workspace space = layout(a.plan, Pass::backward, true);
-  return space.dk > 0 || a.plan.problem().has_piece_gradients || !sums_keys(a.plan, a.ranges.size());
+  return space.sums_keys || a.plan.problem().has_piece_gradients || !sums_keys(a.plan, a.ranges.size());
 }
 
-Workspace layout(const Plan& plan, Pass pass, bool matrix) {
+Workspace layout(const Plan& plan, Pass pass, bool matrix, std::byte* memory) {
   const Problem& problem = plan.problem();
   Workspace space;
-  const auto take = [&](std::size_t& offset, std::size_t bytes) {
-    offset = space.total;
-    space.total += (bytes + 255) / 256 * 256;
-  };
-  const std::size_t batch = static_cast<std::size_t>(problem.batch), heads = static_cast<std::size_t>(problem.heads);
-  const std::size_t columns = static_cast<std::size_t>(problem.head_dim) * sizeof(float);
-  const std::size_t queries = batch * heads * static_cast<std::size_t>(problem.query_rows);
-  const std::size_t keys =
-      batch * static_cast<std::size_t>(problem.kv_heads) * static_cast<std::size_t>(problem.tokens);
-  if (problem.has_lengths) take(space.lengths, batch * sizeof(std::int64_t));
-  space.adaptive = space.total;
-  for (const BranchPlan& branch : plan.branches()) {  // one after the other
-    std::size_t offset = 0;
-    if (branch.adaptive_density > 0) take(offset, AdaptivePlaces(adaptive_shape(plan, branch)).total);
+  Arena arena(memory, 256);
+  const std::int64_t queries = problem.batch * problem.heads * problem.query_rows,
+                     keys = problem.batch * problem.kv_heads * problem.tokens, columns = problem.head_dim,
+                     deltas = plan.options().detached_mix ? static_cast<std::int64_t>(plan.branches().size()) : 1;
+  if (problem.has_lengths) space.lengths = arena.take(problem.batch * static_cast<std::int64_t>(sizeof(std::int64_t)));
+  space.adaptive = arena.take(0);
+  for (const BranchPlan& branch : plan.branches())  // one after the other
+    if (branch.adaptive_density > 0) arena.place(AdaptivePlaces(adaptive_shape(plan, branch)).total);
+  if (pass == Pass::backward) {
+    space.delta = arena.take<float>(queries * deltas * (matrix ? 2 : 1));
+    if (matrix) space.dq = arena.take<float>(queries * columns);
+    space.sums_keys =
+        matrix && !problem.has_piece_gradients && sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2);
+    if (space.sums_keys) space.dk = arena.take<float>(keys * columns), space.dv = arena.take<float>(keys * columns);
+  } else if (matrix && plan.merges_branches()) {
+    const std::int64_t words = 1 + kMaxWork * problem.batch * problem.heads;  // a range, or a branch in a range, each
+    space.counters_bytes = static_cast<std::size_t>(words) * sizeof(unsigned);
+    space.counters = arena.take<unsigned>(words);
+    space.state_sums = arena.take<float>(queries * 2);
+    space.state = arena.take<float>(queries * columns);
   }
-  if (pass == Pass::forward) {
-    if (!matrix || !plan.merges_branches()) return space;
-    space.counters_bytes = (1 + kMaxWork * batch * heads) * sizeof(unsigned);  // a range, or a branch in a range, each
-    take(space.counters, space.counters_bytes);
-    take(space.state_sums, queries * 2 * sizeof(float));
-    take(space.state, queries * columns);
-    return space;
-  }
-  if (!matrix) {
-    take(space.delta, queries * sizeof(float) * (plan.options().detached_mix ? plan.branches().size() : 1));
-    return space;
-  }
-  take(space.delta, queries * 2 * sizeof(float) * (plan.options().detached_mix ? plan.branches().size() : 1));
-  take(space.dq, queries * columns);
-  if (!problem.has_piece_gradients && sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
-    take(space.dk, keys * columns);
-    take(space.dv, keys * columns);
-  }
+  space.total = arena.used();
   return space;
 }
 
@@ -483,20 +472,18 @@ void for_each_writer(const Launch& launch, int group, const std::function<void(c
 }
 
 void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {
-  const Workspace space = layout(a.plan, Pass::forward, matrix);
+  const Workspace space = layout(a.plan, Pass::forward, matrix, a.workspace);
   Launch launch = describe(a, space, matrix);
   const PieceTable pieces(launch, a.call, a.q.device);
-  if (launch.schedule.merges) {
-    launch.scratch.state_sums = reinterpret_cast<float*>(a.workspace + space.state_sums);
-    launch.scratch.state = reinterpret_cast<float*>(a.workspace + space.state);
-  }
+  launch.scratch.state_sums = space.state_sums;
+  launch.scratch.state = space.state;
   add_lists(launch, a, space, tiling);
   const auto run_part = [&](Launch& part) {
     if (part.schedule.merges) {
       const CounterRequest request{static_cast<cudaStream_t>(a.call.stream),
                                    1 + static_cast<std::int64_t>(part.schedule.range_count) *
                                            part.schedule.branch_count * part.tensors.batch * part.tensors.heads,
-                                   reinterpret_cast<unsigned*>(a.workspace + space.counters), space.counters_bytes};
+                                   space.counters, space.counters_bytes};
       const Counters counters = tiling.restores ? resting_counters(request) : cleared_counters(request);
       part.scratch.leaving = counters.leaving;
       part.scratch.ticket = counters.first;
@@ -509,7 +496,7 @@ void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, cons
 }
 
 void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {
-  const Workspace space = layout(a.plan, Pass::backward, matrix);
+  const Workspace space = layout(a.plan, Pass::backward, matrix, a.workspace);
   Launch launch = describe(a, space, matrix);
   const PieceTable pieces(launch, a.call, a.q.device);
   launch.gradients.dout = rows_of(a.dout);
@@ -517,15 +504,15 @@ void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, con
   launch.gradients.dk = rows_of(a.dk);
   launch.gradients.dv = rows_of(a.dv);
   launch.gradients.dlse = values_of(a.call.dlse);
-  launch.gradients.delta = reinterpret_cast<float*>(a.workspace + space.delta);
+  launch.gradients.delta = space.delta;
   if (matrix) {
-    launch.gradients.dq_sum = reinterpret_cast<float*>(a.workspace + space.dq);
+    launch.gradients.dq_sum = space.dq;
     launch.gradients.sum_keys =
         launch.gradients.piece_gradients ||
         sums_keys(a.plan, a.plan.problem().query_rows == a.plan.problem().tokens ? a.ranges.size() : 2);
     if (launch.gradients.sum_keys && !launch.gradients.piece_gradients) {
-      launch.gradients.dk_sum = reinterpret_cast<float*>(a.workspace + space.dk);
-      launch.gradients.dv_sum = reinterpret_cast<float*>(a.workspace + space.dv);
+      launch.gradients.dk_sum = space.dk;
+      launch.gradients.dv_sum = space.dv;
     }
   }
   add_lists(launch, a, space, tiling);

@@ -22,17 +22,21 @@ struct Tiling {
   int branch = kEveryBranch;  // or the only one
 };
 
+/// Parts of a call's workspace; null for what it does not need, and without memory.
 struct Workspace {
-  std::size_t lengths = 0, adaptive = 0, counters = 0, counters_bytes = 0, state_sums = 0, state = 0, delta = 0, dq = 0,
-              dk = 0, dv = 0, total = 0;
+  std::byte *lengths = nullptr, *adaptive = nullptr;
+  unsigned* counters = nullptr;
+  float *state_sums = nullptr, *state = nullptr, *delta = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  std::size_t counters_bytes = 0, total = 0;
+  bool sums_keys = false;  // dk and dv are among them
 };
 
 /// Rows that a row of out, or of dk, sums up at most: those of the longest strand or list of blocks. Beyond kRowsOfSum
 /// of them sums are closed, which takes workspace.
 std::int64_t longest_sum(const Plan& plan);
 
-/// Offsets of everything a call may need. `matrix`: the matrix-unit kernels, which add up across items.
-Workspace layout(const Plan& plan, Pass pass, bool matrix);
+/// Everything a call may need. `matrix`: the matrix-unit kernels, which add up across items.
+Workspace layout(const Plan& plan, Pass pass, bool matrix, std::byte* memory = nullptr);
 
 /// Whether a backward call has accumulators for dk and dv if it needs them. Plans do not know how many ranges a call
 /// has: as many query rows as tokens are taken for the whole sequence, which a list of ranges may contradict.

@@ -42,9 +42,12 @@ cudaError_t with_head_dim(int columns, bool features, const Run& run) {
   return run.template operator()<128, true>();
 }
 
-/// Whether block masks run without features, which 16-bit types have for head dims up to 128.
-inline bool lean_lists(const Launch& launch, bool features) {
-  return launch.schedule.listed && !features && launch.tensors.columns <= 128;
+/// Block masks without features, and features without block masks, which 16-bit types have for head dims up to 128.
+template <class Run>
+cudaError_t with_one_of(const Launch& launch, bool features, const Run& run) {
+  if (launch.tensors.columns <= 64)
+    return features ? run.template operator()<64, true, false>() : run.template operator()<64, false, true>();
+  return features ? run.template operator()<128, true, false>() : run.template operator()<128, false, true>();
 }
 
 template <auto kKernel, class... Arguments>

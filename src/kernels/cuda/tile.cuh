@@ -7,7 +7,6 @@
 #include "kernels/cuda/arithmetic.cuh"
 #include "kernels/cuda/fill.cuh"
 #include "kernels/cuda/launch.h"
-#include "util/philox.h"
 
 namespace longspan::cuda {
 
@@ -39,11 +38,11 @@ __device__ __forceinline__ void store_pair(std::uint32_t target, float first, fl
 
 /// 16 bytes of a row, wherever the row lies: asynchronous if aligned, by elements otherwise. Columns past the last are
 /// 0.
-template <class T, bool kFeatures>
+template <class T, bool kUnaligned>
 __device__ __forceinline__ void load_chunk(std::uint32_t target, const char* row, int chunk, bool valid, int columns,
                                            bool aligned) {
   valid = valid && chunk * static_cast<int>(16 / sizeof(T)) < columns;
-  if constexpr (kFeatures) {
+  if constexpr (kUnaligned) {
     if (!aligned) {
       std::uint32_t words[4] = {0, 0, 0, 0};
       if (valid) {
@@ -82,28 +81,15 @@ __device__ __forceinline__ void for_each_chunk(Body&& body) {
 
 /// Rows first .. first + kRows - 1 of an arithmetic progression: address base + index * step bytes; zeros from `count`
 /// on.
-template <class Math, int kColumns, int kRows, int kThreads, bool kFeatures>
+template <class Math, int kColumns, int kRows, int kThreads, bool kUnaligned>
 __device__ __forceinline__ void load_rows(std::uint32_t target, const char* base, std::int64_t step, int first,
                                           int count, int columns, bool aligned) {
   for_each_chunk<Math, kColumns, kRows, kThreads>([&](int row, int chunk) {
     const bool valid = first + row < count;
     const char* const source = valid ? base + (first + row) * step : base;
-    load_chunk<Element<Math>, kFeatures>(target + chunk_offset<pitch_of<Math>(kColumns)>(row, chunk), source, chunk,
-                                         valid, columns, aligned);
+    load_chunk<Element<Math>, kUnaligned>(target + chunk_offset<pitch_of<Math>(kColumns)>(row, chunk), source, chunk,
+                                          valid, columns, aligned);
   });
-}
-
-/// Row `key` of a strand in k and v, wherever it lies; false if it is past the end, masked, or in no piece of this
-/// call.
-__device__ __forceinline__ bool find_key(const Launch& a, const Item& item, int kv_head, const StrandRows& strand,
-                                         int key, int size, const char*& k_row, const char*& v_row) {
-  k_row = v_row = a.tensors.q.data;  // something to point at
-  const int position = strand.start + key * strand.stride;
-  if (key >= strand.count || !a.rules.allowed(item.entry, position)) return false;
-  a.tensors.key_row(item.entry, kv_head, position, size, k_row, v_row);
-  if (k_row) return true;
-  k_row = v_row = a.tensors.q.data;
-  return false;
 }
 
 /// The rows of a strand that a tile is multiplied with, in order: [begin, begin + count), or those of a list of blocks.
@@ -119,6 +105,7 @@ struct RowSequence {
   __device__ __forceinline__ static RowSequence range(int begin, int count, int unmasked) {
     RowSequence all;
     all.begin = begin, all.count = count, all.unmasked = unmasked, all.listed = false;
+    all.walk.shift = all.walk.first_block = 0;
     return all;
   }
   __device__ __forceinline__ static RowSequence blocks(const BlockWalk& walk, int none) {
@@ -134,43 +121,16 @@ struct RowSequence {
     }
     return begin + x;
   }
-  /// Whether rows of the tile meet element x, as far as a list says.
-  __device__ __forceinline__ bool meets(int x, int own_row) const {
-    if constexpr (kLists) return !listed || (x < count && walk.meets(x >> walk.shift, own_row));
-    return true;
+  /// Which blocks of the tile meet element x, one bit each, as far as a list says.
+  __device__ __forceinline__ std::uint32_t met(int x) const {
+    if constexpr (kLists) {
+      if (listed) return x >= count ? 0u : walk.bits ? walk.bits[walk.place_of(x >> walk.shift)] : ~0u;
+    }
+    return ~0u;
   }
-};
-
-/// What ALiBi and dropout do to a pair of rows of one strand.
-struct PairRules {
-  const Launch& a;
-  const Item& item;
-  const StrandRows& strand;
-  float slope;
-  DropoutRule dropout;
-  __device__ __forceinline__ PairRules(const Launch& launch, const Item& of, const StrandRows& rows)
-      : a(launch),
-        item(of),
-        strand(rows),
-        slope(launch.rules.alibi ? launch.rules.alibi[of.head * launch.rules.alibi_head] * kLog2E : 0.0f),
-        dropout(0.0, launch.rules.seed_pointer ? *launch.rules.seed_pointer : launch.rules.seed) {
-    dropout.threshold = launch.rules.drop_threshold;
-  }
-  __device__ __forceinline__ float bias(int query, int key) const {
-    return a.rules.alibi ? slope * static_cast<float>(abs(query - key) * static_cast<std::int64_t>(strand.stride))
-                         : 0.0f;
-  }
-  /// DropoutRule::word; the lower half is of an even key.
-  __device__ __forceinline__ std::uint32_t word(int query, int key) const {
-    return dropout.word(strand.start + query * strand.stride, key, item.branch * a.tensors.heads + item.head,
-                        item.entry);
-  }
-  __device__ __forceinline__ float factor(std::uint32_t half) const {
-    return half >= dropout.threshold ? a.rules.keep_factor : 0.0f;
-  }
-  __device__ __forceinline__ float factor(int query, int key) const {
-    if (!a.rules.dropout) return 1.0f;
-    return factor(word(query, key) >> key % 2 * 16 & 0xFFFF);
+  /// The bit of a row of the tile.
+  __device__ __forceinline__ int bit(int own_row) const {
+    return kLists ? ((own_row >> walk.shift) - walk.first_block) & 31 : 0;
   }
 };
 

@@ -126,6 +126,7 @@ install_mpi() {
 # Clang is the other compiler that the library promises: it compiles it once, in seconds.
 compile_with_clang() {
   have clang++ || { can_install && install_packages clang; } || true
+  local cuda_arguments=(-DLONGSPAN_CUDA=OFF) # nvcc has compiled the kernels already
   if have clang++; then configure_and_build clang longspan_library
   else leave_out "the library compiled by Clang (to have it: $(install_line clang))"; fi
 }

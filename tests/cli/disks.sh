@@ -92,7 +92,9 @@ wait $reader
 
 # Memory that runs out: threads that cannot start, tensors, workspace. (Sanitizers need terabytes of addresses.)
 if (ulimit -v 4000000 && "$longspan" --version) >/dev/null 2>&1; then
-  for limit in 60000 100000 150000 300000; do
+  least=20000 # with which the program itself is loaded
+  until (ulimit -v $least && "$longspan" --version) >/dev/null 2>&1; do least=$((least + 5000)); done
+  for limit in $least $((least + 10000)) $((least + 40000)) $((least + 90000)) $((least + 240000)); do
     for command in "ring --ranks 4 --tokens 4K" "demo --tokens 512 --out page.html" "check --case 3" "show --pattern bigbird"; do
       (ulimit -v $limit && exec "$longspan" $command) >stdout 2>stderr
       code=$?

@@ -3,10 +3,10 @@
 set(LONGSPAN_GLIBC_STUBS "" CACHE PATH "Link the Python module and the command against the glibc of these stubs")
 add_library(longspan_portable INTERFACE)
 if(LONGSPAN_GLIBC_STUBS)
-  add_library(longspan_old_glibc OBJECT cmake/old_glibc.cpp)
-  set_target_properties(longspan_old_glibc PROPERTIES POSITION_INDEPENDENT_CODE ON)
-  target_link_libraries(longspan_old_glibc PRIVATE longspan_build_flags)
-  target_sources(longspan_portable INTERFACE $<TARGET_OBJECTS:longspan_old_glibc>)
+  add_library(longspan_glibc_additions OBJECT cmake/glibc_additions.cpp)
+  set_target_properties(longspan_glibc_additions PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_link_libraries(longspan_glibc_additions PRIVATE longspan_build_flags)
+  target_sources(longspan_portable INTERFACE $<TARGET_OBJECTS:longspan_glibc_additions>)
   # Before 2.34 threads were a library of their own. libgcc_s is on every system, but the arithmetic that older ones lack comes
   # from libgcc.a; it also asks for the newer glibc of this system.
   target_link_libraries(longspan_portable INTERFACE -lpthread -lgcc)

@@ -11,22 +11,9 @@
 namespace longspan::testing {
 namespace {
 
-struct Setting {
-  const char* name;
-  Pattern pattern;
-  Shape shape;
-  std::vector<std::int64_t> lengths;
-  std::vector<RowRange> ranges;
-};
-
 /// Each shape of tiles; ragged ends, two kinds of phases, branches that share rows, grouped queries, lists.
 std::vector<Setting> settings() {
-  const Pattern groups = Pattern::dilated({512, 1024, 2048}, {1, 2, 4}), ragged = Pattern::dilated({700, 1500}, {3, 4});
-  const Pattern slide = Pattern::longnet({300, 900, 4000}, {1, 2, 5}, PhaseRule::torchscale).with_pad_keys();
-  const auto local = [](int block) {
-    return Pattern::block_sparse(BlockPattern::local_window(4 * block, block) |
-                                 BlockPattern::dilated_sparse({5, 9}, block));
-  };
+  const auto [groups, ragged, slide] = several_strands();
   return {{"dense", Pattern::dense(), {1, 768, 2, 2, 64}, {}, {}},
           {"dense_ragged", Pattern::dense(), {2, 701, 2, 1, 64}, {}, {}},
           {"dense_wide", Pattern::dense(), {1, 650, 2, 2, 128}, {}, {}},
@@ -43,10 +30,10 @@ std::vector<Setting> settings() {
           {"slide_lengths", slide, {2, 1201, 4, 2, 64}, {1200, 77}, {}},
           {"slide_wide", slide, {1, 1201, 4, 2, 128}, {}, {}},
           {"slide_d256", slide, {1, 801, 4, 2, 256}, {}, {}},
-          {"blocks64", local(64), {2, 1101, 2, 2, 64}, {}, {}},
-          {"blocks128", local(128), {1, 1401, 2, 1, 64}, {}, {}},
-          {"blocks64_wide", local(64), {1, 1101, 2, 2, 128}, {}, {}},
-          {"blocks_lengths", local(64), {2, 1299, 2, 2, 64}, {1299, 650}, {}}};
+          {"blocks64", local_blocks(64), {2, 1101, 2, 2, 64}, {}, {}},
+          {"blocks128", local_blocks(128), {1, 1401, 2, 1, 64}, {}, {}},
+          {"blocks64_wide", local_blocks(64), {1, 1101, 2, 2, 128}, {}, {}},
+          {"blocks_lengths", local_blocks(64), {2, 1299, 2, 2, 64}, {1299, 650}, {}}};
 }
 
 enum class Extra { none, scattered, middle, nothing, alibi, negative, zero, detached, dropout, all };

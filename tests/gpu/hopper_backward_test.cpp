@@ -15,19 +15,9 @@
 namespace longspan::testing {
 namespace {
 
-struct Setting {
-  const char* name;
-  Pattern pattern;
-  Shape shape;
-  std::vector<std::int64_t> lengths;
-  std::vector<RowRange> ranges;
-  bool shares_keys = false;  // several items add to a row of dk and dv
-};
-
 /// Several tiles of keys and of queries, ends in the middle of both, two kinds of phases, several entries.
 std::vector<Setting> settings() {
-  const Pattern groups = Pattern::dilated({512, 1024, 2048}, {1, 2, 4}), ragged = Pattern::dilated({700, 1500}, {3, 4});
-  const Pattern slide = Pattern::longnet({300, 900, 4000}, {1, 2, 5}, PhaseRule::torchscale).with_pad_keys();
+  const auto [groups, ragged, slide] = several_strands();
   std::vector<RowRange> many;  // more than one launch holds
   for (std::int64_t i = 0; i < 12; ++i) many.push_back({(i * 7 % 12) * 125, 30 + 5 * i});
   return {{"dense", Pattern::dense(), {1, 768, 2, 2, 64}, {}, {}},

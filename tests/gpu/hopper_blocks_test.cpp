@@ -12,7 +12,7 @@
 namespace longspan::testing {
 namespace {
 
-struct Setting {
+struct BlockSetting {
   const char* name;
   Pattern (*pattern)(int block);
   Shape shape;
@@ -52,7 +52,7 @@ BlockMask gaps(int block, std::int64_t heads, std::int64_t tokens) {
 Pattern gaps_of_heads(int block) { return Pattern::block_sparse(gaps(block, 4, 1200)); }
 Pattern gaps_of_entries(int block) { return Pattern::block_sparse(gaps(block, 6, 900)); }
 
-std::vector<Setting> settings() {
+std::vector<BlockSetting> settings() {
   return {{"local", local, {1, 1536, 2, 2, 64}, {}, {}},
           {"local_ragged", local, {2, 1401, 2, 1, 64}, {}, {}},
           {"local_wide", local, {1, 1401, 2, 2, 128}, {}, {}},
@@ -83,7 +83,7 @@ std::vector<Setting> settings() {
           {"gaps_of_entries_wide", gaps_of_entries, {3, 900, 2, 2, 128}, {}, {}}};
 }
 
-using Parameters = std::tuple<Setting, int, DType, bool>;
+using Parameters = std::tuple<BlockSetting, int, DType, bool>;
 class HopperBlocks : public ::testing::TestWithParam<Parameters> {
  protected:
   Case make() const {

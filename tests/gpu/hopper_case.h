@@ -1,12 +1,34 @@
 // What the tests of the Hopper kernels share.
 #pragma once
 
+#include <tuple>
+
 #include "gpu/device_case.h"
 #include "kernels/hopper/hopper.h"
 
 namespace longspan::testing {
 
 inline constexpr const char* kHopper = "hopper-wgmma";
+
+/// A problem that a test repeats for every type, mask and option.
+struct Setting {
+  const char* name;
+  Pattern pattern;
+  Shape shape;
+  std::vector<std::int64_t> lengths;
+  std::vector<RowRange> ranges;
+  bool shares_keys = false;  // several items add to a row of dk and dv
+};
+
+/// Head groups, the same with ragged ends and two kinds of phases, and branches that share rows.
+inline std::tuple<Pattern, Pattern, Pattern> several_strands() {
+  return {Pattern::dilated({512, 1024, 2048}, {1, 2, 4}), Pattern::dilated({700, 1500}, {3, 4}),
+          Pattern::longnet({300, 900, 4000}, {1, 2, 5}, PhaseRule::torchscale).with_pad_keys()};
+}
+inline Pattern local_blocks(int block) {
+  return Pattern::block_sparse(BlockPattern::local_window(4 * block, block) |
+                               BlockPattern::dilated_sparse({5, 9}, block));
+}
 
 inline Options with(bool causal, bool deterministic = false, const char* kernel = kHopper) {
   Options options;

@@ -9,23 +9,10 @@
 namespace longspan::testing {
 namespace {
 
-struct Setting {
-  const char* name;
-  Pattern pattern;
-  Shape shape;
-  std::vector<std::int64_t> lengths;
-  std::vector<RowRange> ranges;
-};
-
 /// Each shape of tiles; strands that share a tile, ragged ends, two kinds of phases, branches that merge, lists.
 std::vector<Setting> settings() {
-  const Pattern groups = Pattern::dilated({512, 1024, 2048}, {1, 2, 4}), ragged = Pattern::dilated({700, 1500}, {3, 4});
-  const Pattern slide = Pattern::longnet({300, 900, 4000}, {1, 2, 5}, PhaseRule::torchscale).with_pad_keys();
+  const auto [groups, ragged, slide] = several_strands();
   const Pattern short_strands = Pattern::dilated({64, 500}, {1, 9});
-  const auto local = [](int block) {
-    return Pattern::block_sparse(BlockPattern::local_window(4 * block, block) |
-                                 BlockPattern::dilated_sparse({5, 9}, block));
-  };
   const Pattern strands =
       Pattern::parse("dilated 1000/1{block=64 local_window(256)} 2100/3{block=64 random(0.4,3)} 700/2");
   return {{"dense", Pattern::dense(), {2, 601, 2, 1, 64}, {}, {}},
@@ -44,12 +31,12 @@ std::vector<Setting> settings() {
           {"slide_lengths", slide, {2, 701, 4, 4, 64}, {700, 77}, {}},
           {"slide_wide", slide, {1, 501, 4, 2, 128}, {}, {}},
           {"slide_d256", slide, {1, 401, 4, 2, 256}, {}, {}},
-          {"blocks64", local(64), {2, 801, 2, 1, 64}, {}, {}},
-          {"blocks128", local(128), {1, 1001, 2, 2, 64}, {}, {}},
-          {"blocks64_wide", local(64), {1, 601, 2, 2, 128}, {}, {}},
-          {"blocks128_wide", local(128), {1, 1001, 2, 2, 96}, {}, {}},
-          {"blocks_lengths", local(64), {2, 799, 2, 2, 64}, {799, 450}, {}},
-          {"blocks_ranges", local(64), {1, 901, 2, 2, 64}, {}, {{100, 333}, {700, 64}, {890, 11}}},
+          {"blocks64", local_blocks(64), {2, 801, 2, 1, 64}, {}, {}},
+          {"blocks128", local_blocks(128), {1, 1001, 2, 2, 64}, {}, {}},
+          {"blocks64_wide", local_blocks(64), {1, 601, 2, 2, 128}, {}, {}},
+          {"blocks128_wide", local_blocks(128), {1, 1001, 2, 2, 96}, {}, {}},
+          {"blocks_lengths", local_blocks(64), {2, 799, 2, 2, 64}, {799, 450}, {}},
+          {"blocks_ranges", local_blocks(64), {1, 901, 2, 2, 64}, {}, {{100, 333}, {700, 64}, {890, 11}}},
           {"blocks_strands", strands, {1, 2100, 3, 3, 64}, {}, {}}};
 }
 

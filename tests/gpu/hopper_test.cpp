@@ -40,18 +40,9 @@ TEST(HopperChoice, FollowsStrandsAndHeadDim) {
             "192 x 128 tiles for strands of about 3072 rows, head dim as 48, 3 stages");
 }
 
-struct Setting {
-  const char* name;
-  Pattern pattern;
-  Shape shape;
-  std::vector<std::int64_t> lengths;
-  std::vector<RowRange> ranges;
-};
-
 /// Several tiles of keys and of queries, ends in the middle of both, two kinds of phases, several entries.
 std::vector<Setting> settings() {
-  const Pattern groups = Pattern::dilated({512, 1024, 2048}, {1, 2, 4}), ragged = Pattern::dilated({700, 1500}, {3, 4});
-  const Pattern slide = Pattern::longnet({300, 900, 4000}, {1, 2, 5}, PhaseRule::torchscale).with_pad_keys();
+  const auto [groups, ragged, slide] = several_strands();
   return {{"dense", Pattern::dense(), {1, 2048, 2, 2, 64}, {}, {}},
           {"dense_ragged", Pattern::dense(), {2, 1501, 2, 1, 64}, {}, {}},
           {"dense_wide", Pattern::dense(), {1, 1300, 2, 2, 128}, {}, {}},

@@ -47,6 +47,17 @@ TEST(Reference, BranchesMixByTheirDenominators) {
   }
 }
 
+// Rounded weights move a query's delta, and with it every column of its gradients at once: few queries have no mean.
+TEST(Reference, GradientsOfFewQueriesAreNotComparedByTheirMean) {
+  const auto expected = [](std::int64_t queries) {
+    return Case(Pattern::dense(), {}, {1, 200, 1, 1, 128}, DType::bf16, Layout::bnhd, {{0, queries}}).expected();
+  };
+  EXPECT_TRUE(expected(5).dq.rounded.empty());
+  EXPECT_TRUE(expected(5).dk.rounded.empty());
+  EXPECT_FALSE(expected(5).out.rounded.empty());
+  EXPECT_FALSE(expected(100).dk.rounded.empty());
+}
+
 struct Variant {
   const char* name;
   Pattern pattern;

@@ -13,6 +13,8 @@ namespace {
 constexpr double kLambda = 4;
 constexpr double kTf32Roundoff = 0x1p-11;
 constexpr std::size_t kEnoughForMeans = 512;
+// Rounded weights give a query one delta, and that one error reaches every column of dq, dk and dv.
+constexpr int kQueriesForMeans = 64;
 
 double unit_roundoff(DType dtype) {
   switch (dtype) {
@@ -189,7 +191,8 @@ class Expecter {
                                                     : result.out.value[element];
         delta.value += dout[column] * exact;
         delta.magnitude += std::abs(dout[column] * exact);
-        delta.model += dout[column] * round_to(problem.dtype, exact);
+        delta.model += dout[column] * (own.empty() && scope != Scope::keys && model ? result.out.rounded[element]
+                                                                                    : round_to(problem.dtype, exact));
       }
     }
   }
@@ -306,6 +309,9 @@ class Expecter {
                         : problem.dtype == DType::f16 ? 0x1p-24 * (1 + 4 * std::sqrt(terms))
                                                       : 0x1p-126 * (1 + terms) * (1 + largest_score.get()) * head_dim;
     for (ExpectedTensor* tensor : {&result.out, &result.dq, &result.dk, &result.dv}) tensor->absolute = lost;
+    const auto queries = std::ranges::count_if(result.lse.value, [](double lse) { return lse != -INFINITY; });
+    if (queries >= kQueriesForMeans) return;
+    for (ExpectedTensor* gradient : {&result.dq, &result.dk, &result.dv}) gradient->rounded.clear();
   }
 
   struct Delta {

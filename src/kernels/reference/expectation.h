@@ -11,8 +11,9 @@
 //    gradients see delta through an `out` that was rounded too. We allow twice that:
 //        forward  2 * (u_s + u_s) + relative32        gradients  2 * (3 u_s) + relative32
 //    and, since worst cases are far from typical ones, also compare root mean squares with a float64 computation that
-//    rounds at just those places: at most 2 times its error (where there are enough elements to speak of a mean), with
-//    relative32 of the magnitude added to the model's, which knows nothing of float32 scores.
+//    rounds at just those places: at most 2 times its error (where there are enough elements, and for gradients enough
+//    queries, to speak of a mean), with relative32 of the magnitude added to the model's, which knows nothing of
+//    float32 scores.
 //  - With allow_tf32, float32 operands may be rounded to 11 bits (u_t = 2^-11). A product then errs by sqrt(2/3) u_t in
 //  the
 //    mean square, a score by that times B = scale * sqrt(sum of squared products), and its exp relatively by the same.

@@ -1,6 +1,7 @@
 // longspan ring: a sequence split over ranks of this process, or over the ranks of mpirun.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -15,6 +16,7 @@
 #include "ring/rank_run.h"
 #include "ring/ranks.h"
 #include "text.h"
+#include "units.h"
 
 namespace longspan::cli {
 namespace {
@@ -25,7 +27,7 @@ struct RingCommand {
   ProblemOptions problem;
   int ranks = 0;
   bool ranks_given = false;
-  std::string shards = "even", q, k, v, out, trace, halo_limit = "0";
+  std::string shards = "even", q, k, v, out, trace, halo_limit = "0", link, latency = "0";
   double deadline = 60;
   int repeat = 1;
   bool backward = false, verify = false, json = false;
@@ -290,9 +292,20 @@ RingSettings settings_of(const RingCommand& command, const ProblemChoice& choice
   return settings;
 }
 
+/// The network that ranks of this process imitate.
+LocalLink link_of(const RingCommand& command) {
+  LocalLink link;
+  if (!command.link.empty()) link.bytes_per_second = parse_rate("link", command.link);
+  link.latency = std::chrono::nanoseconds(std::llround(parse_duration("latency", command.latency) * 1e9));
+  if (!command.ranks_given && (!command.link.empty() || link.latency.count() > 0))
+    throw InvalidArgument("link", "--link and --latency imitate a network between ranks of one process: give --ranks");
+  return link;
+}
+
 /// As all ranks of this process, or as the one that `mpi` is.
 int run_ring(const RingCommand& command, const ProblemChoice& choice, const std::shared_ptr<Communicator>& mpi) {
   const int count = mpi ? mpi->size() : command.ranks;
+  const LocalLink link = link_of(command);
   const RingInputs inputs = read_inputs(command, choice);
   const RingSettings settings = settings_of(command, choice, inputs, count);
   std::optional<OutputFile> trace;
@@ -313,7 +326,7 @@ int run_ring(const RingCommand& command, const ProblemChoice& choice, const std:
   };
   if (count == 1) as_rank(nullptr);
   else if (mpi) as_rank(mpi);
-  else run_local_ranks(count, as_rank);
+  else run_local_ranks(count, as_rank, link);
   if (ranks.empty()) return kSuccess;  // rank 0 speaks
   if (trace) {
     write_trace(*trace, ranks);
@@ -365,6 +378,10 @@ Command add_ring(CLI::App& app) {
       ->type_name("SECONDS");
   parser->add_option("--halo-limit", command->halo_limit, "Most bytes of remote rows at a time; beyond it, rounds")
       ->type_name("BYTES");
+  parser->add_option("--link", command->link, "With --ranks: imitate a network of this rate, each rank in and out")
+      ->type_name("RATE");
+  parser->add_option("--latency", command->latency, "With --ranks: imitate this latency of every message")
+      ->type_name("TIME");
   parser->add_option("--repeat,--repeats", command->repeat, "Runs; times are medians")->type_name("COUNT");
   const auto file = [&](const char* name, std::string& target, const char* meaning) {
     add_file_option(*parser, name, target, meaning)->group("Files");

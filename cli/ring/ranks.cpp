@@ -93,8 +93,9 @@ void barrier(Communicator& communicator, std::chrono::milliseconds deadline) {
   exchange(communicator, "barrier before the run", sends, receives, deadline);
 }
 
-void run_local_ranks(int ranks, const std::function<void(const std::shared_ptr<Communicator>&)>& body) {
-  std::vector<std::shared_ptr<Communicator>> ring = local_ring(ranks);
+void run_local_ranks(int ranks, const std::function<void(const std::shared_ptr<Communicator>&)>& body,
+                     const LocalLink& link) {
+  std::vector<std::shared_ptr<Communicator>> ring = local_ring(ranks, {}, 0, link);
   std::vector<std::exception_ptr> errors(ring.size());
   std::vector<std::thread> threads;
   std::promise<bool> all_there;  // ranks begin when every one has its thread

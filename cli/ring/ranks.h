@@ -22,6 +22,7 @@ void barrier(Communicator& communicator, std::chrono::milliseconds deadline);
 
 /// Calls body(communicator) as every local rank, each on a thread of its own; rethrows the first rank's error that is
 /// not the echo of another's.
-void run_local_ranks(int ranks, const std::function<void(const std::shared_ptr<Communicator>&)>& body);
+void run_local_ranks(int ranks, const std::function<void(const std::shared_ptr<Communicator>&)>& body,
+                     const LocalLink& link = {});
 
 }  // namespace longspan::cli

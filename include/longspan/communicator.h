@@ -84,11 +84,18 @@ struct LocalFault {
   std::chrono::milliseconds time{50};  ///< delay and stall
 };
 
+/// The network that a local ring imitates. Each rank has a port out and a port in, both of this rate; a message arrives
+/// `latency` after the later of both has passed it and what was queued there before.
+struct LocalLink {
+  double bytes_per_second = 0;          ///< 0: as fast as memory
+  std::chrono::nanoseconds latency{0};  ///< of every message
+};
+
 /// Ranks of one process, one per calling thread; rank p is element p. Messages are copied once, from buffer to buffer,
 /// between GPUs too; several ranks may share a GPU.
 /// A nonzero `shuffle` delivers messages in an order drawn from it.
 LONGSPAN_API std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults = {},
-                                                                   std::uint64_t shuffle = 0);
+                                                                   std::uint64_t shuffle = 0, LocalLink link = {});
 
 /// The ranks of MPI_COMM_WORLD (a duplicate of it). Initialises MPI if nobody has. Throws Unsupported where the library
 /// was built without MPI. After a failure MPI is not finalised: its pending messages may never complete.

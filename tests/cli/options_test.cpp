@@ -11,6 +11,7 @@
 #include "problem_options.h"
 #include "random.h"
 #include "text.h"
+#include "units.h"
 
 namespace longspan::cli {
 namespace {
@@ -38,6 +39,29 @@ TEST(ParseSize, ReadsPowersOf1024) {
   EXPECT_EQ(parse_sizes("segments", "1,2K,3"), (std::vector<std::int64_t>{1, 2048, 3}));
   EXPECT_THROW(parse_sizes("segments", "1,,3"), InvalidArgument);
   EXPECT_THROW(parse_sizes("segments", "1,"), InvalidArgument);
+}
+
+TEST(Units, ReadRatesInBytesAndBits) {
+  EXPECT_DOUBLE_EQ(parse_rate("link", "50GB/s"), 50e9);
+  EXPECT_DOUBLE_EQ(parse_rate("link", "1.5MB/s"), 1.5e6);
+  EXPECT_DOUBLE_EQ(parse_rate("link", "2GiB/s"), 2.0 * (1 << 30));
+  EXPECT_DOUBLE_EQ(parse_rate("link", "400Gb/s"), 50e9);
+  EXPECT_DOUBLE_EQ(parse_rate("link", "400Gbit/s"), 50e9);
+  EXPECT_DOUBLE_EQ(parse_flops("rate", "2.5TFLOP/s"), 2.5e12);
+  for (const char* text : {"", "50", "GB/s", "50GB", "50gb/s", "0GB/s", "-1GB/s", "nanGB/s", "infGB/s", "1e400GB/s",
+                           "50 GB/s", "1e30GB/s", "50GFLOP/s"}) {
+    EXPECT_THROW(parse_rate("link", text), InvalidArgument) << text;
+  }
+}
+
+TEST(Units, ReadTimes) {
+  EXPECT_DOUBLE_EQ(parse_duration("latency", "5us"), 5e-6);
+  EXPECT_DOUBLE_EQ(parse_duration("latency", "5\u00b5s"), 5e-6);
+  EXPECT_DOUBLE_EQ(parse_duration("latency", "200ns"), 200e-9);
+  EXPECT_DOUBLE_EQ(parse_duration("latency", "0"), 0);
+  EXPECT_DOUBLE_EQ(parse_duration("latency", "0s"), 0);
+  for (const char* text : {"", "5", "us", "-5us", "2h", "nan s", "1e9s", "5 us"})
+    EXPECT_THROW(parse_duration("latency", text), InvalidArgument) << text;
 }
 
 TEST(ProblemOptions, HaveTheDocumentedDefaults) {

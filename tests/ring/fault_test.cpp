@@ -71,6 +71,73 @@ TEST(Fault, LateMessagesArriveOrRaise) {
   EXPECT_LT(late.seconds, 7.5);
 }
 
+/// Seconds that one exchange of every rank with every other takes over an imitated link.
+double seconds_of_exchange(int ranks, std::size_t bytes, LocalLink link) {
+  const auto begin = Clock::now();
+  const auto errors =
+      on_ranks(local_ring(ranks, {}, 0, link), [&](int rank, std::shared_ptr<Communicator> communicator) {
+        std::vector<std::byte> sent(bytes), got(bytes * static_cast<std::size_t>(ranks));
+        std::vector<SendBuffer> sends;
+        std::vector<ReceiveBuffer> receives;
+        for (int peer = 0; peer < ranks; ++peer) {
+          if (peer == rank) continue;
+          sends.push_back({peer, sent.data(), bytes});
+          receives.push_back({peer, got.data() + static_cast<std::size_t>(peer) * bytes, bytes});
+        }
+        communicator->begin(sends, receives);
+        communicator->wait(Clock::now() + std::chrono::seconds(60));
+      });
+  const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  for (const std::string& text : texts_of<CommError>(errors)) EXPECT_EQ(text, "");
+  return seconds;
+}
+
+// Lower bounds only: a loaded machine may take longer, never less.
+TEST(ImitatedLink, MessagesArriveNoSoonerThanTheirBytesAndTheLatencyAllow) {
+  EXPECT_GE(seconds_of_exchange(2, 1, {0, std::chrono::milliseconds(30)}), 0.030);
+  EXPECT_GE(seconds_of_exchange(2, 100'000, {2e6, std::chrono::milliseconds(10)}), 0.060);
+}
+
+TEST(ImitatedLink, MessagesThroughOnePortQueue) {
+  // Each rank's port takes three messages in and three out, at the same time.
+  EXPECT_GE(seconds_of_exchange(4, 50'000, {2e6, {}}), 0.075);
+}
+
+TEST(ImitatedLink, GivesTheSameResults) {
+  const Case c = far_case();
+  const Shards shards = Shards::even(120, 3);
+  std::vector<RankResults> results(3);
+  const auto ring = local_ring(3, {}, 0, {1e6, std::chrono::milliseconds(3)});
+  const auto errors = on_ranks(ring, [&](int rank, std::shared_ptr<Communicator> communicator) {
+    results[static_cast<std::size_t>(rank)] = run_rank(c, shards, std::move(communicator), {});
+  });
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(texts_of<CommError>(errors)[static_cast<std::size_t>(rank)], "");
+    expect_same(results[static_cast<std::size_t>(rank)], c.run(), shards.ranges(rank), ring_tolerance(DType::f32), true,
+                true, "");
+  }
+}
+
+TEST(ImitatedLink, TooSlowForTheDeadlineIsAnErrorThatNamesARank) {
+  const auto errors =
+      on_ranks(local_ring(2, {}, 0, {1, {}}), [&](int rank, std::shared_ptr<Communicator> communicator) {
+        std::byte sent{}, got[4096];
+        const SendBuffer send{1 - rank, got, rank == 0 ? sizeof(got) : 1};
+        const ReceiveBuffer receive{1 - rank, rank == 0 ? &sent : got, rank == 0 ? 1 : sizeof(got)};
+        communicator->begin({&send, 1}, {&receive, 1});
+        communicator->wait(Clock::now() + std::chrono::milliseconds(100));
+      });
+  EXPECT_NE(texts_of<CommError>(errors)[1].find("rank 0"), std::string::npos);
+}
+
+TEST(ImitatedLink, RefusesRatesAndLatenciesThatAreNone) {
+  const double nan = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();
+  for (const double rate : {-1.0, 0.5, nan, infinity})
+    EXPECT_THROW(local_ring(2, {}, 0, {rate, {}}), InvalidArgument) << rate;
+  EXPECT_THROW(local_ring(2, {}, 0, {1e9, std::chrono::nanoseconds(-1)}), InvalidArgument);
+  EXPECT_THROW(local_ring(2, {}, 0, {1e9, std::chrono::hours(2)}), InvalidArgument);
+}
+
 TEST(Fault, RanksThatWaitLeaveTheirCores) {
   std::atomic<bool> over{false};
   std::thread ring([&] {

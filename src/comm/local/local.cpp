@@ -1,6 +1,7 @@
 // Threads as ranks. Messages wait on a shared board: the receiver copies from the sender's buffer, so that a rank
 // that stays silent is missed by those it sends to as well as by those it receives from.
 #include <algorithm>
+#include <cmath>
 #include <condition_variable>
 #include <cstring>
 #include <exception>
@@ -52,19 +53,39 @@ void copy(void* target, Device target_device, const void* source, Device source_
 }
 
 struct Board {
-  Board(int count, std::vector<LocalFault> list, std::uint64_t seed)
-      : ranks(count), faults(std::move(list)), random(seed), shuffled(seed != 0) {
+  Board(int count, std::vector<LocalFault> list, std::uint64_t seed, LocalLink like)
+      : ranks(count),
+        faults(std::move(list)),
+        link(like),
+        random(seed),
+        shuffled(seed != 0),
+        out_free(static_cast<std::size_t>(count)),
+        in_free(out_free) {
     gave_up.reserve(static_cast<std::size_t>(count));
+  }
+
+  /// When a message that is posted now arrives; both ports are then taken until it has passed.
+  Clock::time_point arrival(int source, int target, std::size_t bytes, Clock::time_point now) {
+    if (link.bytes_per_second == 0) return now + link.latency;
+    constexpr double kLongest = 1e6;  // seconds: beyond any deadline, and far from what the clock can count
+    const std::chrono::duration<double> passing(std::min(static_cast<double>(bytes) / link.bytes_per_second, kLongest));
+    const auto take = [&](Clock::time_point& free) {
+      return free = std::max(free, now) + std::chrono::ceil<Clock::duration>(passing);
+    };
+    return std::max(take(out_free[static_cast<std::size_t>(source)]), take(in_free[static_cast<std::size_t>(target)])) +
+           link.latency;
   }
 
   const int ranks;
   const std::vector<LocalFault> faults;
+  const LocalLink link;
   std::mutex mutex;
   std::condition_variable changed;
   std::list<Message> messages;
   std::mt19937_64 random;
   const bool shuffled;
   std::uint64_t posted = 0;
+  std::vector<Clock::time_point> out_free, in_free;  // ports of the imitated link, by rank
   struct GaveUp {
     int rank, because_of;
   };
@@ -174,7 +195,7 @@ class LocalCommunicator final : public Communicator {
     message.data = static_cast<const std::byte*>(send.data);
     message.bytes = send.bytes;
     message.device = send.device;
-    message.visible = Clock::now();
+    message.visible = board_->arrival(rank_, send.peer, send.bytes, Clock::now());
     message.order = board_->shuffled ? board_->random() : board_->posted++;
     if (find(LocalFault::Kind::lose, send.peer, exchange)) return;
     if (const LocalFault* fault = find(LocalFault::Kind::delay, send.peer, exchange)) message.visible += fault->time;
@@ -282,10 +303,14 @@ class LocalCommunicator final : public Communicator {
 
 }  // namespace
 
-std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults,
-                                                      std::uint64_t shuffle) {
+std::vector<std::shared_ptr<Communicator>> local_ring(int ranks, std::vector<LocalFault> faults, std::uint64_t shuffle,
+                                                      LocalLink link) {
   if (ranks < 1 || ranks > kMostRanks) reject("ranks", "{} ranks: give 1 to {}, a thread for each", ranks, kMostRanks);
-  const auto board = std::make_shared<Board>(ranks, std::move(faults), shuffle);
+  if (!(link.bytes_per_second == 0 || (link.bytes_per_second >= 1 && std::isfinite(link.bytes_per_second))))
+    reject("link", "a link of {} bytes per second: give at least 1, or 0 for none", link.bytes_per_second);
+  if (link.latency < std::chrono::nanoseconds(0) || link.latency > std::chrono::hours(1))
+    reject("link", "a link with a latency of {} ns: give 0 to an hour", link.latency.count());
+  const auto board = std::make_shared<Board>(ranks, std::move(faults), shuffle, link);
   std::vector<std::shared_ptr<Communicator>> communicators;
   for (int rank = 0; rank < ranks; ++rank) communicators.push_back(std::make_shared<LocalCommunicator>(board, rank));
   return communicators;

@@ -277,7 +277,10 @@ def test_adaptive_module(fresh_warnings):
         for rows, columns in found["patterns"]:
             assert torch.equal(columns.reshape(7, 3), want) and torch.equal(rows.reshape(7, 3)[:, 0], torch.arange(7))
     assert not fresh_warnings
-    lt.AdaptiveConfig(temperature=0.5, hard_sparsity=True)
+    config = lt.AdaptiveConfig(temperature=0.5, hard_sparsity=True)
+    lt.BlockSparseAdaptive([64], [1], 4, 8, config, learned=True)
+    assert not fresh_warnings
+    lt.BlockSparseAdaptive([64], [1], 4, 8, config)
     assert "temperature, hard_sparsity" in str(fresh_warnings[0].message)
 
 

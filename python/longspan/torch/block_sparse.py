@@ -60,8 +60,9 @@ class HierarchicalConfig:
 
 @dataclass
 class AdaptiveConfig:
-    """base_sparsity is the fraction of blocks PRUNED. Blocks are ranked by the product of mean query and mean key, so
-    there is nothing for a scorer network or a temperature to do: those arguments are ignored, with a warning."""
+    """base_sparsity is the fraction of blocks PRUNED. The rest, except share_across_heads, acts with learned=True alone:
+    temperature of gate and exploration, and whether it learns; hard_sparsity: the gate only carries gradients
+    (straight-through); hidden_dim, num_layers (128, 2) of the scorer; sparsity_reg_weight of get_sparsity_loss()."""
 
     base_sparsity: float = 0.9
     temperature: float = 1.0
@@ -70,16 +71,23 @@ class AdaptiveConfig:
     learnable_temperature: bool = False
     hidden_dim: int | None = None
     num_layers: int | None = None
+    min_temperature: float = 0.1
+    sparsity_reg_weight: float = 0.01
 
-    def __post_init__(self) -> None:
-        ignored = [
-            item.name
-            for item in fields(self)
-            if item.name not in ("base_sparsity", "share_across_heads") and getattr(self, item.name) != item.default
-        ]
-        if ignored:
-            names = ", ".join(ignored)
-            warn_once("adaptive", f"AdaptiveConfig: {names} have no effect: blocks are ranked by their means")
+
+def _warn_unlearned(config: Any) -> None:
+    ignored = [
+        item.name
+        for item in fields(AdaptiveConfig)
+        if item.name not in ("base_sparsity", "share_across_heads") and getattr(config, item.name) != item.default
+    ]
+    if ignored:
+        names = ", ".join(ignored)
+        warn_once(
+            "adaptive",
+            f"AdaptiveConfig: {names} have no effect: blocks are ranked by their means; BlockSparseAdaptive(learned=True) "
+            "learns them",
+        )
 
 
 SparseConfig: TypeAlias = "SparsePatternConfig | Mapping[str, Any] | None"
@@ -111,6 +119,7 @@ class _AdaptiveArguments(Placed, Branches):
     sparse_config: SparseConfig = None
     dropout: float = 0.0
     ring_size: int | None = field(default=None, kw_only=True)
+    learned: bool = field(default=False, kw_only=True)
 
 
 @dataclass
@@ -188,19 +197,19 @@ class _BlockSparse(RingCalls, nn.Module):
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None,
-        chosen: Pattern | None = None,
+        chosen: Pattern | None = None, scale: float | None = None,
     ) -> Tensor:  # fmt: skip
         """chosen: instead of the sequence's own pattern."""
         require_tensors(query=query, key=key, value=value)
         is_causal = flag("is_causal", is_causal)
         dropout = self.dropout if self.training else 0.0
-        settings = RingSettings(lambda tokens: chosen or self.pattern(tokens), is_causal, None, dropout)
+        settings = RingSettings(lambda tokens: chosen or self.pattern(tokens), is_causal, scale, dropout)
         out = self._over_ring(query, key, value, settings, mask)
         if out is not None:
             return out
         pattern = chosen or self.pattern(key.shape[1])
         allowed = key_mask("attention_mask", mask, key.shape[0], key.shape[1])
-        return attention(query, key, value, pattern, causal=is_causal, dropout=dropout, key_mask=allowed)
+        return attention(query, key, value, pattern, causal=is_causal, scale=scale, dropout=dropout, key_mask=allowed)
 
 
 class BlockSparseRingDilatedAttention(_BlockSparse):
@@ -340,8 +349,11 @@ class BlockSparseHierarchical(_BlockSparse):
 
 
 class BlockSparseAdaptive(_BlockSparse):
-    """Every call chooses its blocks: per batch entry, head and block row those whose mean key fits the mean query best.
-    The choice carries no gradient."""
+    """Every call chooses its blocks: per batch entry, head and block row those whose mean key fits the mean query best. That
+    choice carries no gradient. learned=True adds a learned score, which also weighs the chosen blocks and so is trained
+    (longspan/torch/adaptive.py says how)."""
+
+    learned: Any
 
     @made_from(_AdaptiveArguments)
     def __init__(self, arguments: _AdaptiveArguments) -> None:
@@ -350,9 +362,22 @@ class BlockSparseAdaptive(_BlockSparse):
         self.head_dim = integer("head_dim", arguments.head_dim)
         self.adaptive_config = _config(AdaptiveConfig, arguments.adaptive_config, "adaptive_config")
         self.density = _kept("base_sparsity", self.adaptive_config.base_sparsity)
+        if flag("learned", arguments.learned):
+            from .adaptive import LearnedBlocks
+
+            self.learned = LearnedBlocks(self.adaptive_config, self.num_heads, self.head_dim, self.density).to(
+                device=arguments.device, dtype=arguments.dtype
+            )
+        else:
+            self.learned = None
+            _warn_unlearned(self.adaptive_config)
 
     def block_pattern(self, tokens: int) -> BlockPattern:
         return BlockPattern.adaptive(self.density, self.block_size)
+
+    def get_sparsity_loss(self) -> Tensor:
+        """To be added to the loss: sparsity_reg_weight times the share of the blocks' scores outside the chosen ones."""
+        return torch.zeros(()) if self.learned is None else self.learned.loss()
 
     def _chosen(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> BlockMask:
         """One mask per batch entry and head."""
@@ -365,6 +390,22 @@ class BlockSparseAdaptive(_BlockSparse):
         shared = adaptive_mask(*joined, self.pattern(key.shape[1]), causal=is_causal, key_mask=mask)
         return BlockMask(np.repeat(shared.to_dense(), heads, axis=0), self.block_size)
 
+    def _attend_learned(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, BlockMask]:
+        width, heads = query.shape[3], query.shape[2]
+        if heads != self.num_heads or width != self.head_dim:
+            raise invalid("query", f"has {heads} heads of {width}: learned for {self.num_heads} of {self.head_dim}")
+        key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
+        chosen, q_side, k_side = self.learned(query, key, self.block_size, is_causal, mask)
+        blocks = BlockMask(chosen.flatten(0, 1).cpu().numpy(), self.block_size)
+        value = torch.cat([value, value.new_zeros(k_side.shape)], -1)
+        out = self._attend(
+            torch.cat([query, q_side], -1), torch.cat([key, k_side], -1), value, is_causal, mask,
+            Pattern.block_sparse(blocks), width**-0.5,
+        )  # fmt: skip
+        return out[..., :width], blocks
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: Tensor | None = None,
         return_pattern: bool = False,
@@ -374,12 +415,15 @@ class BlockSparseAdaptive(_BlockSparse):
         require_tensors(query=query, key=key, value=value)
         is_causal = flag("is_causal", is_causal)
         mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
-        if not (self.adaptive_config.share_across_heads or return_pattern):
+        if self.learned is None and not (self.adaptive_config.share_across_heads or return_pattern):
             return self._attend(query, key, value, is_causal, mask)
         if self._group() is not None:
             raise Unsupported("adaptive blocks over a process group: no rank has all queries and keys to choose from")
-        chosen = self._chosen(query, key, is_causal, mask)
-        out = self._attend(query, key, value, is_causal, mask, Pattern.block_sparse(chosen))
+        if self.learned is not None:
+            out, chosen = self._attend_learned(query, key, value, is_causal, mask)
+        else:
+            chosen = self._chosen(query, key, is_causal, mask)
+            out = self._attend(query, key, value, is_causal, mask, Pattern.block_sparse(chosen))
         if not return_pattern:
             return out
         batch, heads = query.shape[0], query.shape[2]

@@ -114,6 +114,18 @@ class _Multihead(nn.Module):
             return None, None, None
         return tuple(part for layer in layers for part in layer.bias.chunk(3 // len(layers)))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Takes one fused projection for three, and three for one."""
+        three, one = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
+        for kind in ("weight", "bias"):
+            parts = [f"{prefix}{name}.{kind}" for name in three]
+            whole = f"{prefix}{one}.{kind}"
+            if one in self._PROJECTIONS and all(part in state_dict for part in parts):
+                state_dict[whole] = torch.cat([state_dict.pop(part) for part in parts])
+            elif one not in self._PROJECTIONS and whole in state_dict:
+                state_dict.update(zip(parts, state_dict.pop(whole).chunk(3)))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     # torch's transformer layers ask these of self_attn in evaluation, where they have a kernel of their own for dense
     # attention. The second says that it is not to be used; the others are what it would read.
     _qkv_same_embed_dim = False

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .._errors import InvalidArgument, Unsupported, invalid
-from .._inspect import adaptive_mask, attention_blocks
+from .._inspect import attention_blocks
 from .._named import choice, flag
-from .._longspan import BlockMask, BlockPattern, Pattern
+from .._longspan import BlockPattern, Pattern
 from .._patterns import LEVELS, dilated, draw
+from .chosen import blocks_attention, choose_blocks, pattern_of
 from .multihead import Heads, Layers, MultiheadDilatedAttention
 from .operator import attention
 from .options import Branches, Placed, at_least, check_dropout, check_pairs, finite, integer, integers, key_mask
@@ -197,18 +197,23 @@ class _BlockSparse(RingCalls, nn.Module):
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None,
-        chosen: Pattern | None = None, scale: float | None = None,
+        chosen: Tensor | None = None, scale: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """chosen: instead of the sequence's own pattern."""
+        """chosen: blocks [batch * heads, blocks, blocks] instead of the sequence's own pattern."""
         require_tensors(query=query, key=key, value=value)
         is_causal = flag("is_causal", is_causal)
         dropout = self.dropout if self.training else 0.0
-        settings = RingSettings(lambda tokens: chosen or self.pattern(tokens), is_causal, scale, dropout)
+        settings = RingSettings(
+            lambda tokens: self.pattern(tokens) if chosen is None else pattern_of(chosen, self.block_size),
+            is_causal, scale, dropout,
+        )  # fmt: skip
         out = self._over_ring(query, key, value, settings, mask)
         if out is not None:
             return out
-        pattern = chosen or self.pattern(key.shape[1])
         allowed = key_mask("attention_mask", mask, key.shape[0], key.shape[1])
+        if chosen is not None:
+            return blocks_attention(query, key, value, chosen, self.block_size, is_causal, scale, dropout, allowed)
+        pattern = self.pattern(key.shape[1])
         return attention(query, key, value, pattern, causal=is_causal, scale=scale, dropout=dropout, key_mask=allowed)
 
 
@@ -379,30 +384,18 @@ class BlockSparseAdaptive(_BlockSparse):
         """To be added to the loss: sparsity_reg_weight times the share of the blocks' scores outside the chosen ones."""
         return torch.zeros(()) if self.learned is None else self.learned.loss()
 
-    def _chosen(self, query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> BlockMask:
-        """One mask per batch entry and head."""
-        heads = query.shape[2]
-        if not self.adaptive_config.share_across_heads:
-            return adaptive_mask(query, key, self.pattern(key.shape[1]), causal=is_causal, key_mask=mask)
-        # The product of heads laid end to end is the sum over heads, which ranks like their mean.
-        key = key.repeat_interleave(heads // key.shape[2], dim=2)
-        joined = (x.detach().flatten(2)[:, :, None, :] for x in (query, key))
-        shared = adaptive_mask(*joined, self.pattern(key.shape[1]), causal=is_causal, key_mask=mask)
-        return BlockMask(np.repeat(shared.to_dense(), heads, axis=0), self.block_size)
-
     def _attend_learned(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
-    ) -> tuple[Tensor, BlockMask]:
+    ) -> tuple[Tensor, Tensor]:
         width, heads = query.shape[3], query.shape[2]
         if heads != self.num_heads or width != self.head_dim:
             raise invalid("query", f"has {heads} heads of {width}: learned for {self.num_heads} of {self.head_dim}")
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         chosen, q_side, k_side = self.learned(query, key, self.block_size, is_causal, mask)
-        blocks = BlockMask(chosen.flatten(0, 1).cpu().numpy(), self.block_size)
+        blocks = chosen.flatten(0, 1)
         value = torch.cat([value, value.new_zeros(k_side.shape)], -1)
         out = self._attend(
-            torch.cat([query, q_side], -1), torch.cat([key, k_side], -1), value, is_causal, mask,
-            Pattern.block_sparse(blocks), width**-0.5,
+            torch.cat([query, q_side], -1), torch.cat([key, k_side], -1), value, is_causal, mask, blocks, width**-0.5
         )  # fmt: skip
         return out[..., :width], blocks
 
@@ -422,18 +415,15 @@ class BlockSparseAdaptive(_BlockSparse):
         if self.learned is not None:
             out, chosen = self._attend_learned(query, key, value, is_causal, mask)
         else:
-            chosen = self._chosen(query, key, is_causal, mask)
-            out = self._attend(query, key, value, is_causal, mask, Pattern.block_sparse(chosen))
+            shared = self.adaptive_config.share_across_heads
+            chosen = choose_blocks(query, key, mask, self.density, self.block_size, is_causal, shared)
+            out = self._attend(query, key, value, is_causal, mask, chosen)
         if not return_pattern:
             return out
-        batch, heads = query.shape[0], query.shape[2]
-        indices = torch.from_numpy(chosen.indices()).to(query.device)
-        of_heads = [indices[indices[:, 0] == head] for head in range(batch * heads)]
         patterns = [
-            {"patterns": [(part[:, 1], part[:, 2]) for part in of_heads[entry * heads : (entry + 1) * heads]]}
-            for entry in range(batch)
+            {"patterns": [head.nonzero(as_tuple=True) for head in entry]} for entry in chosen.unflatten(0, (len(query), -1))
         ]
-        return out, patterns[0] if batch == 1 else patterns
+        return out, patterns[0] if len(query) == 1 else patterns
 
     def extra_repr(self) -> str:
         return f"{self.adaptive_config}, block_size={self.block_size}"

@@ -17,6 +17,7 @@ from ... import host_memory, plan_cache
 from ... import torch as longspan_torch
 from ..._errors import CommError, InvalidArgument, invalid, warn_once
 from ...torch.multihead import _Multihead
+from .caches import get_global_memory_pool
 from .table import ARGUMENTS, Ignored, Refused, Row
 from .validation import ValidationMixin
 
@@ -83,7 +84,7 @@ class Compatible:
             return result[0], self._block_weights(*args, **kwargs)
         if dtype is torch.float32:
             result = self._cast(result, dtype)
-        if self._logs:
+        if self._logs and not torch.compiler.is_compiling():
             logger.info("%s: %s", type(self).__name__, self.get_memory_info())
         return self._returned(result, kwargs.get("need_weights") or (len(args) > 4 and args[4] is True))
 
@@ -175,6 +176,15 @@ class Compatible:
     @property
     def num_groups(self) -> int:
         return len(self._branches().segment_lengths)
+
+    @property
+    def ring_attention(self) -> Any:
+        return self._branches()
+
+    @property
+    def _memory_pool(self) -> Any:
+        """For users' own buffers: the process's pool, where it was asked for."""
+        return get_global_memory_pool() if getattr(self, "enable_memory_pool", False) else None
 
     def _branches(self) -> Any:
         return self if hasattr(self, "segment_lengths") else self.attention  # type: ignore[attr-defined]

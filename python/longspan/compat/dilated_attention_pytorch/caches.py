@@ -62,6 +62,9 @@ class PatternCache:
     def __contains__(self, key: Any) -> bool:
         return key in self._cache
 
+    def items(self) -> list[tuple[Any, Any]]:
+        return list(self._cache.items())
+
     __setitem__ = put
     __getitem__ = get
 
@@ -275,7 +278,7 @@ class UnifiedMemoryPool:
         memory = {name: self._megabytes(pool) * 2**20 for name, pool in self._pools.items()}
         return {
             "total_buffers": sum(sizes.values()), "pool_sizes": sizes, "hot_cache_size": 0,
-            "memory_by_pool": memory, "total_memory": sum(memory.values()),
+            "memory_by_pool": memory, "total_memory": sum(memory.values()), "total_allocated_bytes": sum(memory.values()),
         }  # fmt: skip
 
 

@@ -52,6 +52,8 @@ class RingDilatedAttentionProduction(Compatible, longspan_torch.RingDilatedAtten
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         result = super().forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return result
         self._calls += 1
         idle = 0 if self.memory_pool is None else self.config.memory_pool_size << 20
         if host_memory.statistics()["reserved_bytes"] > idle:

@@ -6,12 +6,11 @@
 
 #include "command.h"
 #include "console.h"
-#include "interrupt.h"
 #include "json.h"
 #include "longspan/error.h"
-#include "longspan/exchange.h"
 #include "machine.h"
 #include "problem_options.h"
+#include "ring/predicted.h"
 
 namespace longspan::cli {
 namespace {
@@ -21,44 +20,9 @@ constexpr std::int64_t kQueryTile = 64;  // rows of one work item; kernels choos
 
 struct PlanCommand {
   ProblemOptions problem;
-  int ranks = 0;
+  RingForecast ring;
   bool json = false;
 };
-
-/// What each rank of a ring would receive and send, beside what other rings move.
-Json describe_ring(const Plan& plan, int ranks) {
-  const Shards shards = Shards::even(plan.problem().tokens, ranks);
-  Json json = {{"ranks", ranks}, {"per_rank", Json::array()}};
-  for (const BranchPlan& branch : plan.branches()) {
-    if (branch.mask) branch.mask->make_lists(&interrupted());
-  }
-  for (int rank = 0; rank < ranks; ++rank) {
-    stop_if_interrupted();
-    const ExchangePlan exchange(plan, shards, rank);
-    json["per_rank"].push_back(
-        {{"rank", rank},
-         {"rows", shards.rows(rank)},
-         {"peers", exchange.peers().size()},
-         {"bytes_received", exchange.bytes_received()},
-         {"bytes_sent", exchange.bytes_sent()},
-         {"gradient_bytes_returned", exchange.receive_pairs() * exchange.gradient_bytes_per_pair()},
-         {"naive_ring_bytes", exchange.naive_ring_bytes()},
-         {"all_gather_bytes", exchange.all_gather_bytes()}});
-  }
-  return json;
-}
-
-void print_ring(const Json& ring) {
-  print("\na ring of {} (one forward, received by each rank)\n", ring["ranks"].get<int>());
-  Table table({{"rank", Align::left}, {"rows"}, {"peers"}, {"longspan"}, {"sent"}, {"all-gather"}, {"naive ring"}});
-  for (const Json& rank : ring["per_rank"]) {
-    const auto bytes = [&](const char* key) { return short_bytes(rank[key].get<double>()); };
-    table.add({fmt::format("{}", rank["rank"].get<int>()), with_commas(rank["rows"].get<double>()),
-               fmt::format("{}", rank["peers"].get<int>()), bytes("bytes_received"), bytes("bytes_sent"),
-               bytes("all_gather_bytes"), bytes("naive_ring_bytes")});
-  }
-  print_text(table.to_string());
-}
 
 /// Keys of the longest strand, or with a block mask the mean over rows, for people who ask "how much does a row see".
 Json describe_branch(const Plan& plan, std::size_t index) {
@@ -119,8 +83,7 @@ int run(const PlanCommand& command) {
   const PlanTotals totals = plan->totals();
   const Problem& problem = plan->problem();
 
-  if (command.ranks < 0) throw InvalidArgument("ranks", fmt::format("--ranks is {}: give at least 1", command.ranks));
-  const Json ring = command.ranks > 0 ? describe_ring(*plan, command.ranks) : Json();
+  const Json ring = command.ring.describe(*plan, choice.device_model);
   if (command.json) {
     Json branches = Json::array();
     for (std::size_t index = 0; index < plan->branches().size(); ++index)
@@ -147,7 +110,7 @@ int run(const PlanCommand& command) {
           {"backward", backward.empty() ? Json() : Json(backward)},
           {"why_none", why_no_kernel(*plan, Pass::forward)}}},
         {"branches", branches}};
-    if (command.ranks > 0) json["ring"] = ring;
+    if (!ring.is_null()) json["ring"] = ring;
     print_json(json);
     return kSuccess;
   }
@@ -169,7 +132,8 @@ int run(const PlanCommand& command) {
   print("\n{}; {} work items of {} rows\n", share_of_dense(totals, choice.options.causal),
         short_count(plan->items(kQueryTile)), kQueryTile);
   print_text(table.to_string());
-  if (command.ranks > 0) print_ring(ring);
+  RingForecast::print_for_people(ring);
+  if (choice.device_model != "cpu" && choice.device_model != "cuda") return kSuccess;  // not this machine's
   const std::string why[] = {why_no_kernel(*plan, Pass::forward), why_no_kernel(*plan, Pass::backward)};
   if (forward.empty()) print("{}\n", bad(why[0]));
   if (backward.empty() && why[1] != why[0]) print("{}\n", bad(why[1]));
@@ -187,8 +151,9 @@ Command add_plan(CLI::App& app) {
       "1G "
       "--assign all --segments 2048,32768 --dilations 1,16 --json");
   const auto command = std::make_shared<PlanCommand>();
+  command->problem.allow_rated_devices();
   command->problem.add_to(*parser);
-  parser->add_option("--ranks", command->ranks, "Also what the ranks of a ring would exchange")->type_name("COUNT");
+  command->ring.add_to(*parser);
   parser->add_flag("--json", command->json, "Machine-readable output");
   return {parser, [command] { return run(*command); }};
 }

@@ -11,6 +11,7 @@
 
 #include "console.h"
 #include "files/array.h"
+#include "longspan/cost.h"
 #include "longspan/error.h"
 #include "longspan/threads.h"
 
@@ -169,7 +170,9 @@ void ProblemOptions::add_to(CLI::App& command, DefaultPattern pattern) {
   add("--dropout", dropout_, "P", "Probability of dropping a pair, in [0, 1)");
   add("--scale", scale_, "X", "Factor on scores (default: 1/sqrt(head-dim))");
   add("--layout", layout_, "ORDER", "Order of dimensions in memory: bnhd or bhnd");
-  add("--device", device_, "DEVICE", "cpu, cuda or cuda:1");
+  add("--device", device_, "DEVICE",
+      rated_devices_ ? fmt::format("cuda, cuda:1 or one to predict for, {}", fmt::join(rated_devices(), ", "))
+                     : "cpu, cuda or cuda:1");
   add("--threads", threads_, "COUNT", "CPU threads; 0: as many as the process may use");
   add("--kernel", kernel_, "NAME", "Run this kernel or fail (default: the fastest that can; see longspan info)");
   add("--seed", seed_, "NUMBER", "Seed of random numbers");
@@ -233,7 +236,14 @@ ProblemChoice ProblemOptions::resolve() const {
   choice.dtype = choose<DType>("dtype", dtype_,
                                {{"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}, {"f64", DType::f64}});
   choice.layout = choose<Layout>("layout", layout_, {{"bnhd", Layout::bnhd}, {"bhnd", Layout::bhnd}});
-  choice.device = parse_device(device_);
+  const auto rated = rated_devices();
+  if (rated_devices_ && device_ != "cpu" && std::find(rated.begin(), rated.end(), device_) != rated.end()) {
+    choice.device = {DeviceType::cuda, 0};
+    choice.device_model = device_;
+  } else {
+    choice.device = parse_device(device_);
+    choice.device_model = choice.device.type == DeviceType::cuda ? "cuda" : "cpu";
+  }
   choice.seed = parse_number<std::uint64_t>("seed", seed_, "give a whole number from 0 to 2^64 - 1");
 
   choice.pattern = resolve_pattern();

@@ -35,6 +35,8 @@ struct ProblemChoice {
   Options options;
   Layout layout = Layout::bnhd;
   Device device;
+  std::string device_model =
+      "cpu";  ///< whose rates predictions take: cpu, cuda, or a name that is none of a device here
   std::uint64_t seed = 0;
 
   /// Shapes without tensors: what `plan`, `info` and `bench` ask the library about.
@@ -52,6 +54,8 @@ enum class DefaultPattern { branches, dense };
 class ProblemOptions {
  public:
   void add_to(CLI::App& command, DefaultPattern pattern = DefaultPattern::branches);
+  /// --device may also name a device whose rates are known, such as h200, which need not be here.
+  void allow_rated_devices() { rated_devices_ = true; }
   /// Throws InvalidArgument. Also sets the number of threads.
   ProblemChoice resolve() const;
   /// Whether the user gave this option ("tokens", "dtype", ...).
@@ -71,6 +75,7 @@ class ProblemOptions {
               device_ = "cpu";
   std::string dropout_ = "0", scale_, threads_ = "0", kernel_, seed_ = "0";
   bool pad_keys_ = false;
+  bool rated_devices_ = false;
   bool causal_ = false;
 };
 

@@ -43,16 +43,17 @@ double parse(std::string_view name, std::string_view text, std::span<const Unit>
 
 double parse_rate(std::string_view name, std::string_view text) {
   static constexpr Unit kUnits[] = {
-      {"B/s", 1},      {"KB/s", 1e3},           {"kB/s", 1e3},            {"MB/s", 1e6},
-      {"GB/s", 1e9},   {"TB/s", 1e12},          {"KiB/s", 1024.0},        {"MiB/s", 1048576.0},
-      {"GiB/s", 0x1p30}, {"TiB/s", 0x1p40},     {"Mb/s", 1e6 / 8},        {"Gb/s", 1e9 / 8},
-      {"Tb/s", 1e12 / 8}, {"Mbit/s", 1e6 / 8},  {"Gbit/s", 1e9 / 8},      {"Tbit/s", 1e12 / 8},
+      {"B/s", 1},         {"KB/s", 1e3},       {"kB/s", 1e3},       {"MB/s", 1e6},
+      {"GB/s", 1e9},      {"TB/s", 1e12},      {"KiB/s", 1024.0},   {"MiB/s", 1048576.0},
+      {"GiB/s", 0x1p30},  {"TiB/s", 0x1p40},   {"Mb/s", 1e6 / 8},   {"Gb/s", 1e9 / 8},
+      {"Tb/s", 1e12 / 8}, {"Mbit/s", 1e6 / 8}, {"Gbit/s", 1e9 / 8}, {"Tbit/s", 1e12 / 8},
   };
   return parse(name, text, kUnits, 1, 1e18, "give a rate such as 50GB/s, 900MB/s or, in bits, 400Gb/s");
 }
 
 double parse_flops(std::string_view name, std::string_view text) {
-  static constexpr Unit kUnits[] = {{"FLOP/s", 1}, {"MFLOP/s", 1e6}, {"GFLOP/s", 1e9}, {"TFLOP/s", 1e12}, {"PFLOP/s", 1e15}};
+  static constexpr Unit kUnits[] = {
+      {"FLOP/s", 1}, {"MFLOP/s", 1e6}, {"GFLOP/s", 1e9}, {"TFLOP/s", 1e12}, {"PFLOP/s", 1e15}};
   return parse(name, text, kUnits, 1, 1e24, "give a rate such as 560TFLOP/s or 80GFLOP/s");
 }
 

@@ -329,6 +329,23 @@ def lm_table() -> list[str]:
     return lines
 
 
+def ring_scaling_table() -> list[str]:
+    rows = {(row["kind"], row["tokens"], row["ranks"], row["device"]): row for row in result("ring_scaling")["results"]}
+    lines = [
+        "| predicted | tokens | ranks | received, forward | H200, 50 GB/s: step, efficiency | A100, 25 GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (kind, tokens, ranks, device), row in rows.items():
+        if device != "h200":
+            continue
+        both = [row, rows[kind, tokens, ranks, "a100"]]
+        steps = [
+            f"{1e3 * (one['forward_seconds'] + one['backward_seconds']):,.1f} ms, {100 * one['efficiency']:.1f}%" for one in both
+        ]
+        lines.append(f"| {kind} | {tokens:,} | {ranks:,} | {row['bytes_received'] / 2**20:.1f} MiB | {steps[0]} | {steps[1]} |")
+    return lines
+
+
 PAGES = {
     "README.md": {"gpu": gpu_table, "cpu": cpu_table, "blocks": short_block_table},
     "docs/performance.md": {
@@ -338,6 +355,7 @@ PAGES = {
     },
     "docs/block_sparse.md": {"blocks": block_table, "small blocks": small_block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},
+    "docs/ring.md": {"ring scaling": ring_scaling_table},
 }
 
 

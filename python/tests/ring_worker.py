@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -16,11 +17,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import longspan
-from longspan.torch import DilatedAttention, RingAdvancedDistributedDilatedAttention, RingDilatedAttention, shard, unshard
+from longspan.torch import (
+    DilatedAttention,
+    RingAdvancedDistributedDilatedAttention,
+    RingDilatedAttention,
+    gradients,
+    reduce_behind_rings,
+    shard,
+    unshard,
+)
 from longspan.torch.multihead import MultiheadDilatedAttention
-from longspan.torch.process_group import ProcessGroupCommunicator
+from longspan.torch.process_group import ProcessGroupCommunicator, waits
 from longspan.torch.ring import RingMultiheadDilatedAttention
 
 SEGMENTS, RATES = [16, 64, 200], [1, 2, 5]
@@ -330,6 +342,102 @@ def check_disagree(rank: int, size: int) -> None:
     with expected(longspan.CommError, "rank ", "(step "):
         module(*(x[..., : 16 if rank == 1 else 8] for x in own))
     expect_refused(group, rank)
+
+
+WIDTH, HEADS = 32, 4
+
+
+class Block(torch.nn.Module):
+    """Attention over the ring, and parameters of its own."""
+
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.attention, self.mix = attention, torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x, is_causal=True)[0]
+        return x + self.mix(x).tanh()
+
+
+def blocks(make, group=None) -> torch.nn.Module:
+    torch.manual_seed(0)
+    keywords = {} if group is None else {"process_group": group, "deadline": 20}
+    return torch.nn.Sequential(*(Block(make(WIDTH, HEADS, [1, 3], [16, 96], **keywords)) for _ in range(2)))
+
+
+def check_parallel(rank: int, size: int) -> None:
+    """A ring on one dimension of a mesh, other sequences on the other: parameters after some steps are those of one process
+    that saw everything, whoever averages the gradients."""
+    ring = 2
+    mesh = init_device_mesh("cpu", (size // ring, ring), mesh_dim_names=("data", "ring"))
+    place, replica, group = mesh.get_local_rank("ring"), mesh.get_local_rank("data"), mesh.get_group("ring")
+    torch.manual_seed(1)
+    sequences = torch.randn(3, size // ring, 96, WIDTH)
+
+    def train(model: torch.nn.Module, rows_of: Callable[[torch.Tensor], torch.Tensor], share: float) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for batch in sequences:
+            optimizer.zero_grad()
+            loss = model(rows_of(batch)).square().sum() / sequences[0].numel() * share
+            loss.backward()
+            optimizer.step()
+
+    one = blocks(MultiheadDilatedAttention)
+    train(one, lambda batch: batch, 1.0)
+
+    def own(batch: torch.Tensor) -> torch.Tensor:
+        return shard(batch[replica : replica + 1], place, ring)
+
+    def plain() -> torch.nn.Module:
+        return DistributedDataParallel(blocks(RingMultiheadDilatedAttention, group))
+
+    def in_pieces() -> torch.nn.Module:
+        model = DistributedDataParallel(blocks(RingMultiheadDilatedAttention, group), bucket_cap_mb=0.004)
+        reduce_behind_rings(model, piece_bytes=1000)
+        return model
+
+    def sharded() -> torch.nn.Module:
+        model = blocks(RingMultiheadDilatedAttention, group)
+        for block in model:
+            fully_shard(block)
+        return fully_shard(model)
+
+    for make in (plain, in_pieces, sharded):
+        model = make()
+        train(model, own, size)  # gradients are averaged over all processes, each of which has its share of the loss
+        for (name, value), (_, want) in zip(model.named_parameters(), one.named_parameters()):
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6, msg=lambda text: f"{make.__name__}, {name}: {text}")
+
+
+def check_pieces(rank: int, size: int) -> None:
+    """Pieces start when no ring waits, whatever else is going on, and after the patience although one does."""
+    started = []
+    real, gradients.all_reduce = gradients.all_reduce, lambda piece, group: (started.append(len(piece)), real(piece, group))
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(100, 10, bias=False))
+        reduce_behind_rings(model, piece_bytes=1600, patience=60.0)
+        with waits:
+            thread = threading.Thread(target=lambda: model(torch.ones(1, 100)).sum().backward())
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive() and started == [], started
+        thread.join(60)
+        assert not thread.is_alive() and started == [400, 400, 200], started
+        torch.testing.assert_close(model.module.weight.grad, torch.ones(10, 100))
+        started.clear()
+        model = DistributedDataParallel(torch.nn.Linear(100, 10, bias=False))
+        reduce_behind_rings(model, patience=0.01)
+        with waits:
+            model(torch.ones(1, 100)).sum().backward()
+        assert started == [1000], started
+    finally:
+        gradients.all_reduce = real
+    for wrong in ({"piece_bytes": 0}, {"patience": -1.0}, {"patience": float("nan")}):
+        with expected(longspan.InvalidArgument, next(iter(wrong))):
+            reduce_behind_rings(model, **wrong)
+    with expected(longspan.InvalidArgument, "model"):
+        reduce_behind_rings(model.module)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,22 @@ def test_bench_writes_results(tmp_path):
         for result in content["results"]:
             differences = result.get("largest_difference", 0.0)
             assert max(differences.values() if isinstance(differences, dict) else [differences]) < 1e-4
+
+
+def test_slurm_torchrun_starts_a_training_over_rings(tmp_path):
+    """The job as it is written, with srun and scontrol that stand for those of one node."""
+    for name, body in (("srun", 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"'), ("scontrol", "echo localhost")):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PROCESSES": "2",
+        "SLURM_SUBMIT_DIR": str(EXAMPLES.parent), "SLURM_CPUS_PER_TASK": "2", "PORT": str(port),
+    }  # fmt: skip
+    small = ["--ring", "2", "--tokens", "256", "--width", "32", "--steps", "2"]
+    result = subprocess.run(["bash", str(EXAMPLES / "slurm" / "ring_torchrun.sbatch"), *small], env=environment,
+                            capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "step 1: loss" in result.stdout and "rank 0 of 2: 8 ring calls" in result.stdout, result.stdout

@@ -51,7 +51,7 @@ def run_group(checks: str, size: int, tmp_path: Path) -> None:
 
 
 # Several checks in one group, since most of the time goes into starting processes.
-@pytest.mark.parametrize(("size", "checks"), [(2, "equal,dropout"), (3, "equal,multihead,shard"), (4, "equal")])
+@pytest.mark.parametrize(("size", "checks"), [(2, "equal,dropout"), (3, "equal,multihead,shard"), (4, "equal,parallel,pieces")])
 def test_gloo(size, checks, tmp_path):
     run_group(checks, size, tmp_path)
 

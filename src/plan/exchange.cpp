@@ -34,7 +34,9 @@ std::vector<std::vector<Progression>> needed(const Plan& plan, const Shards& sha
   std::vector<std::vector<Progression>> sets(static_cast<std::size_t>(problem.kv_heads));
   for (const BranchPlan& branch : plan.branches()) {
     for (const RowRange& range : shards.ranges(rank)) {
-      for_each_shared_segment(plan, branch, range, [&](std::int64_t segment, std::int64_t, std::int64_t) {
+      for_each_shared_segment(plan, branch, range, [&](std::int64_t segment, std::int64_t begin, std::int64_t end) {
+        const RowRange whole{begin, end - begin};
+        if (common_rows({&whole, 1}, shards.ranges(owner)).empty()) return;
         for (std::int64_t head = branch.head_begin; head < branch.head_begin + branch.head_count; ++head) {
           const Strand strand = branch.strand(head, segment, problem.tokens);
           const QueryRun queries = query_run(strand, range);
@@ -152,6 +154,12 @@ ExchangePlan::ExchangePlan(const Plan& plan, Shards shards, int rank) : shards_(
     reject("shards", "shards of {} tokens for a sequence of {}: they must be equal", shards_.tokens(), problem.tokens);
   bytes_per_pair_ = 2 * problem.batch * problem.head_dim * size_of(problem.dtype);
   gradient_bytes_per_pair_ = 2 * problem.batch * problem.head_dim * (problem.dtype == DType::f64 ? 8 : 4);
+  // Of all sums of this plan the largest is the gradients of the whole sequence.
+  std::int64_t largest = 0;
+  if (__builtin_mul_overflow(problem.tokens, problem.kv_heads, &largest) ||
+      __builtin_mul_overflow(largest, std::max(bytes_per_pair_, gradient_bytes_per_pair_), &largest))
+    reject("tokens", "{} tokens with {} key/value heads are more bytes than 64 bits can count: give smaller sizes",
+           problem.tokens, problem.kv_heads);
   naive_ring_bytes_ = (problem.tokens - shards_.rows(rank)) * problem.kv_heads * bytes_per_pair_;
   all_gather_bytes_ = gathered_pairs(plan, shards_, rank) * bytes_per_pair_;
   for (int other = 0; other < shards_.ranks(); ++other) {

@@ -16,6 +16,17 @@ expect 2 "assign is 'some'" "$longspan" plan --assign some
 expect 2 "phase is 'full'" "$longspan" plan --assign all --phase full
 expect 2 "phase is 'torchscale'.*assign all" "$longspan" plan --phase torchscale
 expect 2 "device" "$longspan" plan --device tpu
+expect 2 "device" "$longspan" demo --device h200
+expect 2 "link is '50GB'.*unknown unit 'GB'; give a rate such as 50GB/s" "$longspan" plan --ranks 4 --link 50GB
+expect 2 "link is '0GB/s': out of range" "$longspan" plan --ranks 4 --link 0GB/s
+expect 2 "latency is '5'.*unit is missing" "$longspan" plan --ranks 4 --link 1GB/s --latency 5
+expect 2 "give --ranks, too" "$longspan" plan --link 1GB/s
+expect 2 "give --link, too" "$longspan" plan --ranks 4 --latency 5us
+expect 2 "rate is '0TFLOP/s'" "$longspan" plan --ranks 4 --link 1GB/s --rate 0TFLOP/s
+expect 2 "ranks-per-device is 5: give 1 to --ranks, 4" "$longspan" plan --ranks 4 --link 1GB/s --ranks-per-device 5
+expect 2 "ranks is 4097: give at most 4096" "$longspan" plan --ranks 4097 --link 1GB/s
+expect 2 "ranks is 101: give at most 100, one for each token" "$longspan" plan --tokens 100 --ranks 101 --link 1GB/s
+expect 2 "ranks is -1" "$longspan" plan --ranks -1
 expect 2 "threads is '-2'" "$longspan" plan --threads -2
 expect 2 "seed is '-1'" "$longspan" plan --seed -1
 expect 2 "" "$longspan" plan --segments 0,4096,8192

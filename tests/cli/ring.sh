@@ -30,6 +30,17 @@ expect 0 "" "$longspan" ring --ranks 2 "${small[@]}" --verify --json --link 1MB/
 expect 2 "link is '50': the unit is missing; give a rate such as 50GB/s" "$longspan" ring --ranks 2 "${small[@]}" --link 50
 expect 2 "link is '0GB/s'.*out of range" "$longspan" ring --ranks 2 "${small[@]}" --link 0GB/s
 expect 2 "latency is '-5us'" "$longspan" ring --ranks 2 "${small[@]}" --latency=-5us
+# Predictions: exact bytes, and a step that a slower link makes longer.
+expect 0 "" "$longspan" plan --ranks 4 "${small[@]}" --json
+bytes=$(field "[r['bytes_received'] for r in d['ring']['per_rank']]")
+expect 0 "" "$longspan" plan --ranks 4 "${small[@]}" --json --link 1GB/s --latency 5us --dtype f32
+[ "$(field "[r['bytes_received'] for r in d['ring']['prediction']['per_rank']]")" = "$bytes" ] || fail "predicted bytes differ from the plan's"
+[ "$(field "d['ring']['prediction']['device']['name']")" = cpu ] || fail "the device is not this one"
+expect 0 "" "$longspan" plan --ranks 1024 --tokens 1T --assign all --segments 2K,1M,1T --dilations 1,512,1M --dtype bf16 --device h200 --link 400Gb/s --latency 5us
+has "a ring of 1024 on h200 over 50 GB/s with 5" "predicted" "rates: measured, bench/results/h200_hopper.json" "ranks were looked at" "efficiency"
+grep -q "no kernel can run" stdout && fail "a prediction for another machine needs no kernel here"
+expect 0 "" "$longspan" plan --ranks 2 --device a100 --link 1GB/s
+has "rates: not measured, data sheet"
 # Thousands of rounds, and values far below their terms: what differs is rounding, however it looks beside a rank's
 # largest value.
 expect 0 "" "$longspan" ring --ranks 4 --pattern dense --tokens 8K --heads 1 --head-dim 32 --halo-limit 4096 --verify --json
@@ -57,6 +68,14 @@ expect 0 "" "$longspan" attend --q q.npy --k k.npy --v v.npy --out one.npy "${pa
 expect 0 "" "$longspan" ring --ranks 3 --q q.npy --k k.npy --v v.npy --out ring.npy "${pattern[@]}" --json
 cmp one.npy ring.npy || fail "the ranks wrote something else than one device"
 ls ./*partial 2>/dev/null && fail "a partial file is left"
+# The job as it is written, with an srun that stands for one node's.
+if command -v mpirun >/dev/null && ldd "$longspan" | grep -q libmpi; then
+  mkdir -p stub
+  printf '#!/usr/bin/env bash\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec mpirun --allow-run-as-root --oversubscribe -n 2 "$@"\n' >stub/srun
+  chmod +x stub/srun
+  expect 0 "" env PATH="$PWD/stub:$PATH" LONGSPAN="$longspan" TOKENS=8K SLURM_NTASKS=2 SLURM_CPUS_PER_TASK=1 bash "$SOURCE_DIR/examples/slurm/ring_mpi.sbatch"
+  has '"engine": "mpi"' '"bytes_as_planned": true' "a ring of 2 on cpu over 12 GB/s"
+fi
 if command -v mpirun >/dev/null && "$longspan" ring --help | grep -q mpirun; then
   if mpirun --allow-run-as-root --oversubscribe -n 2 "$longspan" ring --q q.npy --k k.npy --v v.npy --out mpi.npy "${pattern[@]}" --verify --json >stdout 2>stderr; then
     has '"engine": "mpi"' '"bit_identical": true'

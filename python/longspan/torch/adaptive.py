@@ -130,10 +130,15 @@ class LearnedBlocks(nn.Module):
         return self.log_temperature.exp().clamp_min(self.min_temperature)
 
     def _features(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Of means, which are wider than parameters of 16 bits."""
+
+        def projected(layer: nn.Linear, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
+
         scorer = self.importance_scorer
         return (
-            scorer.features(self.q_summary_proj(queries), scorer.query),
-            scorer.features(self.k_summary_proj(keys), scorer.key),
+            scorer.features(projected(self.q_summary_proj, queries), scorer.query),
+            scorer.features(projected(self.k_summary_proj, keys), scorer.key),
         )
 
     def forward(

@@ -32,18 +32,23 @@ _forward = torch.ops.longspan.blocks_attention.default
 _backward = torch.ops.longspan.blocks_attention_backward.default
 
 
-def pattern_of(blocks: Tensor, block_size: int) -> Pattern:
-    if blocks.is_cuda and torch.cuda.is_current_stream_capturing():
+def _refuse_capture(tensor: Tensor) -> None:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Unsupported(
             "blocks chosen by a call cannot be captured in a CUDA graph: their mask is made on the host; capture "
             "BlockSparseAdaptive without learned and share_across_heads, which the kernels choose themselves"
         )
+
+
+def pattern_of(blocks: Tensor, block_size: int) -> Pattern:
+    _refuse_capture(blocks)
     return Pattern.block_sparse(BlockMask(blocks.cpu().numpy(), block_size))
 
 
 def _run_choose(
     query: Tensor, key: Tensor, key_mask: Tensor | None, density: float, block_size: int, causal: bool
 ) -> Tensor:
+    _refuse_capture(query)
     pattern = Pattern.block_sparse(BlockPattern.adaptive(density, block_size))
     mask = adaptive_mask(query.detach(), key.detach(), pattern, causal=causal, key_mask=key_mask)
     return torch.from_numpy(mask.to_dense()).to(query.device)

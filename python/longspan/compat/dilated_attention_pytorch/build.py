@@ -18,6 +18,7 @@ from ... import torch as longspan_torch
 from ..._errors import CommError, InvalidArgument, invalid, warn_once
 from ...torch.multihead import _Multihead
 from .caches import get_global_memory_pool
+from .functions import get_flash_attention_support
 from .table import ARGUMENTS, Ignored, Refused, Row
 from .validation import ValidationMixin
 
@@ -180,6 +181,12 @@ class Compatible:
     @property
     def ring_attention(self) -> Any:
         return self._branches()
+
+    @property
+    def flash_support(self) -> dict[str, Any]:
+        return get_flash_attention_support("cuda" if torch.cuda.is_available() else "cpu")
+
+    flash_backend = property(lambda self: self.flash_support["recommended_backend"])
 
     @property
     def _memory_pool(self) -> Any:

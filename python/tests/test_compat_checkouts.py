@@ -42,6 +42,7 @@ REASONS = {
     "test_core_memory_pool.py::*": PRIVATE + "hot cache and statistics of the pool",
     "test_thread_safety.py::*test_hot_cache*": PRIVATE + "hot cache of the pool",
     "test_thread_safety.py::*test_memory_pool_cleanup": "hands a pool to a class that takes none (also there)",
+    "test_core_refactoring.py::*test_thread_safe_caching": "assumes that threads end in the order of their start (also there)",
     "test_core_refactoring.py::*test_cache_helper_methods": PRIVATE + "_cache_get",
     "test_block_sparse_adaptive.py::*": PRIVATE + "_compute_block_summaries, _gumbel_softmax_topk, ...; a scorer that moves itself",
     "test_block_sparse_hierarchical.py::*pattern_generation": PRIVATE + "_generate_hierarchical_pattern",
@@ -83,6 +84,7 @@ def test_the_forks_tests_pass_or_are_listed_with_a_reason(tmp_path):
     assert [case for case in failed if reason(case) is None] == []
     theirs = [case for case in failed if "(also there)" in reason(case) or "times with those" in reason(case)]
     passed = len(found) - len(failed)
+    print(f"{passed} of {len(found)} pass; {len(theirs)} of the rest fail with the fork itself, too")
     assert passed >= 0.93 * (len(found) - len(theirs)), f"{passed} of {len(found)}, {len(theirs)} of which fail there, too"
 
 

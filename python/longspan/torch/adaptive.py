@@ -74,7 +74,7 @@ def _blocks(x: Tensor, size: int, counted: Tensor | None) -> tuple[Tensor, Tenso
     return rows, nn.functional.pad(weight, (0, padding)).unflatten(1, (-1, size))
 
 
-def _block_means(x: Tensor, size: int, counted: Tensor | None) -> Tensor:
+def block_means(x: Tensor, size: int, counted: Tensor | None) -> Tensor:
     rows, weight = _blocks(x, size, counted)
     return rows.sum(2) / weight.sum(2).clamp_min(1)[:, :, None, None]
 
@@ -85,7 +85,12 @@ def _running_means(x: Tensor, size: int, counted: Tensor | None) -> Tensor:
     return (rows.cumsum(2) / weight.cumsum(2).clamp_min(1)[..., None, None]).flatten(1, 2)[:, : x.shape[1]]
 
 
-def _best(ranking: Tensor, density: float, causal: bool) -> Tensor:
+def with_gumbel_noise(scores: Tensor) -> Tensor:
+    """So that the largest is drawn with the probabilities of the scores' softmax."""
+    return scores - (-torch.rand_like(scores).clamp_min(1e-9).log()).clamp_min(1e-9).log()
+
+
+def best(ranking: Tensor, density: float, causal: bool) -> Tensor:
     """[.., blocks, blocks] -> true for the best of each row, the diagonal among them; causal: of those up to the diagonal."""
     blocks = ranking.shape[-1]
     at = torch.arange(blocks, device=ranking.device)
@@ -147,7 +152,7 @@ class LearnedBlocks(nn.Module):
         """The chosen blocks [batch, heads, blocks, blocks], and the columns that gate query and key [batch, tokens, heads, F]:
         of blocks, or where causal of what each row has seen of its block."""
         width = query.shape[-1]
-        q_means, k_means = _block_means(query, size, counted), _block_means(key, size, counted)
+        q_means, k_means = block_means(query, size, counted), block_means(key, size, counted)
         q_side, k_side = self._features(q_means, k_means)
         factor = FEATURES**-0.5 / self.temperature
         learned = torch.einsum("bihf,bjhf->bhij", q_side * factor, k_side)
@@ -156,9 +161,9 @@ class LearnedBlocks(nn.Module):
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         ranking = scores.detach()
         if self.training:  # Gumbel's noise: other blocks are tried as the softmax of the scores has them
-            draw = torch.rand_like(ranking[:, :1] if self.importance_scorer.share_across_heads else ranking)
-            ranking = ranking - (-draw.clamp_min(1e-9).log()).clamp_min(1e-9).log()
-        chosen = _best(ranking, self.density, causal)
+            shared = self.importance_scorer.share_across_heads
+            ranking = with_gumbel_noise(ranking[:, :1]).expand_as(ranking) if shared else with_gumbel_noise(ranking)
+        chosen = best(ranking, self.density, causal)
         if self.training:
             allowed = scores
             if causal:

@@ -109,10 +109,10 @@ def install(flavour: str = "fork") -> ModuleType:
     for module, objects in _modules(flavour).items():
         full = f"{PACKAGE}.{module}" if module else PACKAGE
         sys.modules[full] = _Lazy(full, objects)
-    for full, module in list(sys.modules.items()):
-        if isinstance(module, _Lazy) and "." in full:
+    for full, made in list(sys.modules.items()):
+        if isinstance(made, _Lazy) and "." in full:
             parent, _, name = full.rpartition(".")
-            setattr(sys.modules[parent], name, module)
+            setattr(sys.modules[parent], name, made)
     return sys.modules[PACKAGE]
 
 

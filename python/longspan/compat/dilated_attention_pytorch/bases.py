@@ -16,6 +16,8 @@ from .validation import ValidationMixin
 class BaseDilatedAttention(nn.Module, ValidationMixin, abc.ABC):
     """Holds a DilatedAttentionConfig and its fields. A subclass has forward. The attention classes count as subclasses."""
 
+    num_groups: int
+
     def __init__(self, config: DilatedAttentionConfig) -> None:
         super().__init__()
         self.config = config
@@ -63,12 +65,17 @@ class BaseDilatedAttention(nn.Module, ValidationMixin, abc.ABC):
 class BaseMultiheadDilatedAttention(nn.Module, ValidationMixin, abc.ABC):
     """Holds both configs, the attention module and projections that a subclass makes, out_proj, q_ln and k_ln."""
 
+    embed_dim: int
+    bias: bool
+    device: Any
+    dtype: Any
+
     def __init__(self, multihead_config: MultiheadConfig, attention_config: DilatedAttentionConfig) -> None:
         super().__init__()
         self.multihead_config, self.attention_config = multihead_config, attention_config
         for name in ("embed_dim", "num_heads", "head_dim", "bias", "device", "dtype"):
             setattr(self, name, getattr(multihead_config, name))
-        placement = {"device": self.device, "dtype": self.dtype}
+        placement: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
         self.attention = self._create_attention_module()
         self._init_qkv_projections(placement)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=self.bias, **placement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
@@ -64,6 +64,7 @@ def _give_back_memory() -> None:
 class Compatible:
     """What all classes of the fork have here: its argument names in forward, its methods, and options that act."""
 
+    embed_dim: int
     _recompute = _recovers = _logs = False
     _half: torch.dtype | None = None
     _returns = ""
@@ -138,7 +139,7 @@ class Compatible:
         return self._again(args, kwargs)
 
     def _over_group(self) -> bool:
-        ring = self if hasattr(self, "_group") else getattr(self, "attention", None)
+        ring: Any = self if hasattr(self, "_group") else getattr(self, "attention", None)
         return hasattr(ring, "_group") and ring._group() is not None
 
     def _tell(self, what: str) -> None:
@@ -150,7 +151,7 @@ class Compatible:
 
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """After out of memory: attention modules in query chunks, others once more with the memory that came back."""
-        one = getattr(self, "attention", self)
+        one: Any = getattr(self, "attention", self)
         if isinstance(self, _Multihead) or self._over_group() or not hasattr(one, "pattern") or callable(one.pattern):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         bound = inspect.signature(super().forward).bind(*args, **kwargs).arguments  # type: ignore[misc]
@@ -158,7 +159,7 @@ class Compatible:
         options: dict[str, Any] = {"causal": bool(bound.get("is_causal", False)), "scale": one.softmax_scale}
         if mask is not None:
             options["key_mask"] = longspan_torch.options.key_mask("attention_mask", mask, key.shape[0], key.shape[1])
-        if one.dropout and self.training:  # type: ignore[attr-defined]
+        if one.dropout and one.training:
             options.update(dropout=one.dropout, seed=torch.randint(2**62, ()))
 
         def call(ranges: list[tuple[int, int]]) -> Tensor:
@@ -191,7 +192,12 @@ class Compatible:
     @property
     def _memory_pool(self) -> Any:
         """For users' own buffers: the process's pool, where it was asked for."""
-        return get_global_memory_pool() if getattr(self, "enable_memory_pool", False) else None
+        shared = get_global_memory_pool() if getattr(self, "enable_memory_pool", False) else None
+        return self.__dict__.get("_own_pool", shared)
+
+    @_memory_pool.setter
+    def _memory_pool(self, pool: Any) -> None:
+        self.__dict__["_own_pool"] = pool
 
     def _branches(self) -> Any:
         return self if hasattr(self, "segment_lengths") else self.attention  # type: ignore[attr-defined]
@@ -203,7 +209,7 @@ class Compatible:
         return "single" if (getattr(self, "ring_size", None) or 1) == 1 else "simulated"
 
     def get_memory_info(self) -> dict[str, Any]:
-        inherited = getattr(super(), "get_memory_info", dict)()
+        inherited: dict[str, Any] = getattr(super(), "get_memory_info", dict)()
         return {**inherited, "memory_complexity": "O(n) for sequence length n", "plans": plan_cache.statistics()["entries"],
                 "workspace_bytes": host_memory.statistics()["reserved_bytes"]}  # fmt: skip
 
@@ -222,7 +228,10 @@ class Compatible:
         getattr(super(), "clear_cache", lambda: None)()
         _give_back_memory()
 
-    cleanup = cleanup_buffers = clear_caches = clear_cache
+    cleanup = cleanup_buffers = clear_cache
+
+    def clear_caches(self) -> None:
+        self.clear_cache()
 
     def get_memory_estimate(
         self, seq_len: int, batch_size: int = 1, num_heads: int = 8, head_dim: int = 64
@@ -248,6 +257,15 @@ class Compatible:
         from . import configs
 
         return configs.of_fields(getattr(configs, kind), self._arguments)  # type: ignore[attr-defined]
+
+    def _calculate_head_groups(self, num_heads: int) -> list[int]:
+        few, more = divmod(num_heads, self.num_groups)
+        return [few + (index < more) for index in range(self.num_groups)]
+
+    def _generate_hierarchical_pattern(self, seq_len: int, num_heads: int = 1, device: Any = None) -> tuple[Tensor, ...]:
+        """Block rows and columns that attend."""
+        mask = self.block_pattern(seq_len).mask(seq_len, 1, False)  # type: ignore[attr-defined]
+        return tuple(torch.from_numpy(mask.indices()).to(device)[:, 1:].unbind(1))
 
     # ---- arguments that act; each takes the value it was given
     def _act(self, name: str, value: Any) -> None:
@@ -323,14 +341,14 @@ def _sparse_config(given: dict[str, Any], fields: dict[str, Any]) -> Any:
     config = given.get("distributed_config")
     if config is not None:
         fields = {"sparsity_ratio": config.sparsity_ratio, "block_size": config.block_size, "pattern_type": "bigbird", **fields}
-    base = given.get("sparse_config")
+    base: Any = given.get("sparse_config")
     if not fields:
         return base
     if fields.get("pattern_type") == "learned":
         raise invalid("pattern_type", "is 'learned': blocks that are learned need BlockSparseAdaptive(learned=True)")
     if base is None:
         return longspan_torch.SparsePatternConfig(**fields)
-    return replace(base, **fields) if is_dataclass(base) else {**base, **fields}
+    return {**base, **fields} if isinstance(base, Mapping) else replace(base, **fields)
 
 
 def _take(row: Row, ours: set[str], given: dict[str, Any], defaults: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -178,10 +178,10 @@ def create_multihead_dilated_attention(
     merged = {**_given(multihead_config), **_given(attention_config), **arguments}
     for key, value, default in (("embed_dim", embed_dim, 768), ("num_heads", num_heads, 12)):
         merged[key] = merged.get(key, default) if value == default else value
-    for key, value, default in (
+    for key, given, usual in (
         ("segment_lengths", segment_lengths, [2048, 4096, 8192]), ("dilation_rates", dilation_rates, [1, 2, 4]),
     ):  # fmt: skip
-        merged[key] = value or merged.get(key) or default
+        merged[key] = given or merged.get(key) or usual
     if _is_ours(kind):
         return kind(**_fitting(kind, merged))
     return kind(configs.of_fields(configs.MultiheadConfig, merged), configs.of_fields(_get_config_class(name), merged))
@@ -215,7 +215,7 @@ def create_adaptive_sparse_attention(
              (("segment_lengths", [2048, 4096, 8192]), ("dilation_rates", [1, 2, 4]))]  # fmt: skip
     module = _named("MultiheadDilatedAttention")(embed_dim, num_heads, lists[1], lists[0], **arguments)
     config = longspan_torch.AdaptiveConfig(base_sparsity=max_sparsity)
-    module.attention = create_adaptive_block_sparse(embed_dim, num_heads, *lists, config)
+    module.attention = create_adaptive_block_sparse(embed_dim, num_heads, lists[0], lists[1], config)
     return module
 
 

@@ -57,11 +57,11 @@ def standard_attention(
     """Dense attention over [batch, tokens, heads, head_dim]: Longspan's, or torch's where a mask is added to scores."""
     if attention_mask is None:
         return longspan_torch.attention(q, k, v, causal=is_causal, dropout=dropout_p)
-    first = (x.transpose(1, 2) for x in (q, k, v))
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     mask = attention_mask
     if is_causal:
         mask = _with_causal(torch.zeros(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device), True) + mask
-    return functional.scaled_dot_product_attention(*first, attn_mask=mask, dropout_p=dropout_p).transpose(1, 2)
+    return functional.scaled_dot_product_attention(query, key, value, mask, dropout_p).transpose(1, 2)
 
 
 optimize_attention_computation = standard_attention

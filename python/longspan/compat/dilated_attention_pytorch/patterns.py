@@ -127,7 +127,7 @@ class PatternOptimizer:
 
 def save_sparse_pattern(pattern: Tensor, filepath: str, compress: bool = True) -> None:
     """Writes filepath, or filepath.gz, with torch.save."""
-    opened = gzip.open(filepath + ".gz", "wb") if compress else open(filepath, "wb")
+    opened: Any = gzip.open(filepath + ".gz", "wb") if compress else open(filepath, "wb")
     with opened as file:
         torch.save({"pattern": pattern.cpu()}, file)
 
@@ -135,7 +135,7 @@ def save_sparse_pattern(pattern: Tensor, filepath: str, compress: bool = True) -
 def load_sparse_pattern(filepath: str) -> Tensor:
     """What save_sparse_pattern wrote, compressed or not."""
     compressed = os.path.exists(filepath + ".gz")
-    opened = gzip.open(filepath + ".gz", "rb") if compressed else open(filepath, "rb")
+    opened: Any = gzip.open(filepath + ".gz", "rb") if compressed else open(filepath, "rb")
     with opened as file:
         try:
             return torch.load(file, weights_only=True)["pattern"]

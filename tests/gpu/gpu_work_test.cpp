@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <random>
+#include <set>
 
 #include "kernels/cuda/mask_lists.h"
 #include "kernels/cuda/prepare.h"
@@ -286,7 +287,7 @@ TEST(GpuWork, BlockListsNameEveryPairOnce) {
       for (int index = 0; index < lists.place_count; ++index) {
         const BlockPlace& place = lists.place(0, static_cast<int>(head), index);
         if (place.tile < 0) continue;
-        ASSERT_TRUE(shape.by_keys || place.tile == index);
+        ASSERT_TRUE(shape.by_keys || shape.splits || place.tile == index);
         const BlockWalk walk = lists.walk(place, begin, end);
         for (int x = 0; x < walk.rows(); ++x) {
           const int other = walk.row(x);
@@ -310,6 +311,37 @@ TEST(GpuWork, BlockListsNameEveryPairOnce) {
       }
     }
   }
+}
+
+/// A forward's list that is much longer than the others becomes several places: together they name it all, in order,
+/// and each has a slot of its own to leave results in.
+TEST(GpuWork, LongListsOfAForwardAreCut) {
+  for (const int size : {16, 64, 128}) {
+    const std::int64_t blocks = 6400 / size;
+    std::vector<std::vector<std::int32_t>> rows(static_cast<std::size_t>(2 * blocks));
+    for (std::int64_t row = 0; row < 2 * blocks; ++row) {
+      rows[static_cast<std::size_t>(row)].push_back(static_cast<std::int32_t>(row % blocks));
+      if (row != 1) continue;
+      for (std::int32_t column = 2; column < blocks; ++column) rows[1].push_back(column);
+    }
+    const BlockMask mask = BlockMask::from_rows(size, 2, blocks, rows);
+    const ListShape shape{.tile_rows = 128, .splits = true};
+    const HostLists host = make_lists(mask, shape);
+    ASSERT_GE(host.slots_of_head, 3);
+    EXPECT_EQ(slots_of(mask, shape), host.slots_of_head);
+    std::set<int> slots;
+    std::int64_t next = -1;
+    for (const BlockPlace& place : host.places) {
+      if (place.slot == 0) continue;
+      EXPECT_EQ(place.tile, 128 > size ? 0 : 1);
+      EXPECT_TRUE(slots.insert(place.slot).second);
+      EXPECT_TRUE(next < 0 || place.begin == next);
+      next = place.begin + place.count;
+    }
+    EXPECT_EQ(static_cast<std::int64_t>(slots.size()), host.slots_of_head);
+    EXPECT_EQ(*slots.rbegin(), host.slots_of_head);
+  }
+  EXPECT_EQ(slots_of(BlockPattern::local_window(256, 64).mask(100, 1, false), {.tile_rows = 128, .splits = true}), 0);
 }
 
 }  // namespace

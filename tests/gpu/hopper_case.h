@@ -29,6 +29,11 @@ inline Pattern local_blocks(int block) {
   return Pattern::block_sparse(BlockPattern::local_window(4 * block, block) |
                                BlockPattern::dilated_sparse({5, 9}, block));
 }
+/// Branches with masks, of two block sizes and one without, that share rows.
+inline Pattern merging_blocks(int block) {
+  const std::string size = std::to_string(block);
+  return Pattern::parse("longnet 400/1{block=" + size + " local_window(128)} 900/2{block=64 strided(128)} 2000/3");
+}
 
 inline Options with(bool causal, bool deterministic = false, const char* kernel = kHopper) {
   Options options;

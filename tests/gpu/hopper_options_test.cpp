@@ -37,7 +37,13 @@ std::vector<Setting> settings() {
           {"blocks128_wide", local_blocks(128), {1, 1001, 2, 2, 96}, {}, {}},
           {"blocks_lengths", local_blocks(64), {2, 799, 2, 2, 64}, {799, 450}, {}},
           {"blocks_ranges", local_blocks(64), {1, 901, 2, 2, 64}, {}, {{100, 333}, {700, 64}, {890, 11}}},
-          {"blocks_strands", strands, {1, 2100, 3, 3, 64}, {}, {}}};
+          {"blocks_strands", strands, {1, 2100, 3, 3, 64}, {}, {}},
+          {"blocks16", local_blocks(16), {2, 501, 2, 1, 64}, {}, {}},
+          {"blocks32_wide", local_blocks(32), {1, 601, 2, 2, 128}, {}, {}},
+          {"blocks16_d256", local_blocks(16), {1, 401, 2, 2, 256}, {}, {}},
+          {"blocks64_d192", local_blocks(64), {1, 601, 2, 2, 192}, {}, {}},
+          {"blocks_merging", merging_blocks(32), {2, 901, 2, 2, 64}, {901, 333}, {}},
+          {"blocks_merging_ranges", merging_blocks(64), {1, 901, 2, 2, 128}, {}, {{100, 333}, {700, 64}}}};
 }
 
 enum class Extra { scattered, ends, nothing, alibi, negative, dropout, all };

@@ -11,7 +11,7 @@
 //                             From `full` on bits and causality count. Both parts
 //                             ascend; causal lists hold nothing beyond the diagonal. What a strand's end cuts short is
 //                             not marked, since strands differ: it can only be the block that holds row strand.count.
-//   forward                   place p is tile p
+//   forward                   place p is tile p. Or long lists are several places, whose results are joined later.
 //   by keys                   long lists may come as several places of one tile, so that no item takes all queries; the
 //                             items then add to sums of dk and dv (Launch::sum_keys). A place with tile -1 is no item.
 // How a kernel reads it: item.tile indexes places (`place`), place.tile is the tile on the grid, and `walk` gives the
@@ -33,6 +33,7 @@ struct BlockPlace {
   std::int64_t begin;
   int full, count;
   int tile;
+  int slot = 0;  // forward, of a list that is cut: one more than where this part's results wait, of its mask head
 };
 
 /// What a strand's end and a query range leave of a list.

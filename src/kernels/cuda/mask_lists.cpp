@@ -10,12 +10,14 @@
 
 #include "device/error.h"
 #include "pattern/kept_beside_mask.h"
+#include "plan/strands.h"
 
 namespace longspan::cuda {
 namespace {
 
 std::atomic<std::uint64_t> uploads{0};
 constexpr std::int64_t kShortList = 4096;  // rows that one item takes without anyone noticing
+constexpr std::int64_t kShortPart = 1024;  // the same of a forward's
 
 /// Graph capture forbids allocations and copies beside it, unless they are said to have nothing to do with it.
 class BesideCapture {
@@ -149,26 +151,42 @@ HostLists make_lists(const BlockMask& mask, const ListShape& shape) {
   const std::int64_t group = std::max<std::int64_t>(1, shape.tile_rows / size),
                      repeats = std::max<std::int64_t>(1, size / shape.tile_rows);
   const std::int64_t groups = (blocks + group - 1) / group;
-  const std::int64_t most = shape.splits ? longest_list(mask.active_blocks(), mask.heads() * groups, mask.block_size())
-                                         : std::numeric_limits<std::int32_t>::max();
   HostLists lists;
-  std::vector<std::vector<BlockPlace>> of_heads(static_cast<std::size_t>(mask.heads()));
+  std::vector<BlockPlace> whole;  // [mask head][groups]
   Merge merge(mask, shape);
   for (std::int64_t head = 0; head < mask.heads(); ++head) {
-    auto& places = of_heads[static_cast<std::size_t>(head)];
     for (std::int64_t index = 0; index < groups; ++index) {
       const auto begin = static_cast<std::int64_t>(lists.blocks.size());
       merge.add(lists, head, index * group, std::min(group, blocks - index * group));
+      whole.push_back({begin, merge.full(), merge.count(), static_cast<int>(index)});
+    }
+  }
+  std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  if (shape.splits && shape.by_keys) {
+    most = longest_list(mask.active_blocks(), mask.heads() * groups, mask.block_size());
+  } else if (shape.splits) {
+    const auto entries = static_cast<std::int64_t>(lists.blocks.size()), count = mask.heads() * groups;
+    most = std::max(2 * strands::ceil_divide(entries, std::max<std::int64_t>(count, 1)), kShortPart / size);
+  }
+  std::vector<std::vector<BlockPlace>> of_heads(static_cast<std::size_t>(mask.heads()));
+  for (std::int64_t head = 0; head < mask.heads(); ++head) {
+    auto& places = of_heads[static_cast<std::size_t>(head)];
+    int slots = 0;
+    for (std::int64_t index = 0; index < groups; ++index) {
+      const BlockPlace& all = whole[static_cast<std::size_t>(head * groups + index)];
+      const auto parts =
+          static_cast<int>(std::max<std::int64_t>(1, strands::ceil_divide<std::int64_t>(all.count, most)));
       for (std::int64_t repeat = 0; repeat < repeats; ++repeat) {
-        for (std::int64_t part = 0; part == 0 || part < merge.count(); part += most) {
-          const std::int64_t count = std::min(most, merge.count() - part);
-          const std::int64_t full = std::clamp<std::int64_t>(merge.full() - part, 0, count);
-          places.push_back({begin + part, static_cast<int>(full), static_cast<int>(count),
-                            static_cast<int>(index * repeats + repeat)});
+        for (int part = 0; part < parts; ++part) {
+          const std::int64_t first = part * most, count = std::min(most, all.count - first);
+          const std::int64_t full = std::clamp<std::int64_t>(all.full - first, 0, count);
+          places.push_back({all.begin + first, static_cast<int>(full), static_cast<int>(count),
+                            static_cast<int>(index * repeats + repeat), parts > 1 && !shape.by_keys ? ++slots : 0});
         }
       }
     }
     lists.places_of_head = std::max(lists.places_of_head, static_cast<std::int64_t>(places.size()));
+    lists.slots_of_head = std::max<std::int64_t>(lists.slots_of_head, slots);
   }
   for (auto& places : of_heads) {
     places.resize(static_cast<std::size_t>(lists.places_of_head), {0, 0, 0, -1});
@@ -193,6 +211,23 @@ BlockLists view_of(const HostLists& host, const BlockMask& mask, const ListShape
 std::int64_t longest_list(std::int64_t entries, std::int64_t lists, int block_size) {
   lists = std::max<std::int64_t>(1, lists);
   return std::max(2 * ((entries + lists - 1) / lists), kShortList / block_size);
+}
+
+std::int64_t slots_of(const BlockMask& mask, const ListShape& shape) {
+  const std::uint64_t key = std::uint64_t{1} << 63 | static_cast<std::uint64_t>(shape.tile_rows) << 1 |
+                            static_cast<std::uint64_t>(shape.causal);
+  const auto found = KeptBesideMask::get(mask, key, [&](const BlockMask& of) -> std::shared_ptr<const void> {
+    std::size_t longest = 0;
+    const bool listed = of.why_no_lists().empty();  // else a plan that can be printed only
+    for (std::int64_t head = 0; head < of.heads() && listed; ++head) {
+      for (std::int64_t block = 0; block < of.blocks(); ++block)
+        longest = std::max(longest, of.row(head, block).size());
+    }
+    // A list is shorter than the rows of its tile together, and longer than any of them.
+    const std::int64_t rows = static_cast<std::int64_t>(longest) * std::max(of.block_size(), shape.tile_rows);
+    return std::make_shared<const std::int64_t>(rows > kShortPart ? make_lists(of, shape).slots_of_head : 0);
+  });
+  return *static_cast<const std::int64_t*>(found.get());
 }
 
 bool has_long_columns(const BlockMask& mask) {

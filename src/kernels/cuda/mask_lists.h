@@ -14,7 +14,7 @@ namespace longspan::cuda {
 struct ListShape {
   int tile_rows = 0;  // a power of two, up to 16 blocks
   bool by_keys = false;
-  bool splits = false;  // by keys: whether long lists may be several items
+  bool splits = false;  // whether long lists may be several items
   bool causal = false;
 };
 
@@ -27,13 +27,15 @@ struct HostLists {
   std::vector<BlockPlace> places;  // [mask head][places_of_head]
   std::vector<std::int32_t> blocks;
   std::vector<std::uint16_t> bits;
-  std::int64_t places_of_head = 0;
+  std::int64_t places_of_head = 0, slots_of_head = 0;
 };
 HostLists make_lists(const BlockMask& mask, const ListShape& shape);
 /// Lists whose arrays are elsewhere.
 BlockLists view_of(const HostLists& lists, const BlockMask& mask, const ListShape& shape, const BlockPlace* places,
                    const std::int32_t* blocks, const std::uint16_t* bits);
 
+/// Parts that the lists of a mask head are cut into at most, forward; 0 if none is worth it.
+std::int64_t slots_of(const BlockMask& mask, const ListShape& shape);
 /// Whether some key block is seen by so many block rows that its list is worth splitting.
 bool has_long_columns(const BlockMask& mask);
 /// Rows that the list of a tile of rows has at most, or that of a tile of keys.

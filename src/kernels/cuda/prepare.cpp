@@ -212,9 +212,10 @@ void add_work(Launch& launch, const Plan& plan, Tiling tiling) {
             tiling.by_keys ? longest : std::min(longest, ceil_divide<std::int64_t>(range.count, branch.dilation));
         std::int64_t first_tile = 0, tiles = ceil_divide<std::int64_t>(rows, tiling.rows);
         if (launch.schedule.lists[b].places) {  // its tiles are those of the strand, not of the range
-          tiles =
-              tiling.by_keys ? launch.schedule.lists[b].place_count : ceil_divide<std::int64_t>(longest, tiling.rows);
-          if (!tiling.by_keys && first == last) {
+          const bool by_place =
+              tiling.by_keys || (tiling.splits && slots_of(plan, static_cast<std::size_t>(b), tiling.rows) > 0);
+          tiles = by_place ? launch.schedule.lists[b].place_count : ceil_divide<std::int64_t>(longest, tiling.rows);
+          if (!by_place && first == last) {
             const std::int64_t before = range.start - static_cast<std::int64_t>(first) * branch.segment;
             first_tile = std::max<std::int64_t>(0, before - branch.dilation + 1) / branch.dilation / tiling.rows;
             tiles =
@@ -290,7 +291,8 @@ void add_lists(Launch& launch, const Arguments& a, const Workspace& space, Tilin
     const BranchPlan& branch = branches[b];
     if (!branch.mask) continue;
     const int rows = tiling.rows > 0 ? tiling.rows : branch.mask->block_size();
-    const ListShape shape{rows, tiling.by_keys, tiling.splits, launch.rules.causal};
+    const bool splits = tiling.splits && (tiling.by_keys || slots_of(plan, b, rows) > 0);
+    const ListShape shape{rows, tiling.by_keys, splits, launch.rules.causal};
     if (branch.adaptive_density > 0) {
       const AdaptiveShape chosen = adaptive_shape(plan, branch);
       const Launch all = with_all_ranges(launch, plan, a.ranges);
@@ -385,6 +387,12 @@ bool splits_lists(const Plan& plan) {
     if (mask && (made_by_calls(plan, b) || has_long_columns(*mask))) return true;
   }
   return false;
+}
+
+std::int64_t slots_of(const Plan& plan, std::size_t branch, int tile_rows) {
+  const auto& mask = plan.branches()[branch].mask;
+  if (!mask || plan.merges_branches() || made_by_calls(plan, branch)) return 0;
+  return slots_of(*mask, {.tile_rows = tile_rows, .splits = true, .causal = plan.options().causal});
 }
 
 std::int64_t longest_sum(const Plan& plan) {

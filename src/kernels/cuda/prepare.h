@@ -16,7 +16,7 @@ struct Tiling {
   bool by_keys = false;
   bool fills = true;          // items for rows that no branch covers; never with by_keys
   bool parts = false;         // under a causal mask, long tiles of every branch before short ones of any
-  bool splits = false;        // by_keys: long lists of a block mask as several items, which add up
+  bool splits = false;        // long lists of a block mask as several items, which add up or are joined
   bool masks_chosen = false;  // adaptive masks are those of an earlier launch of the call
   bool restores = false;      // the kernel leaves counters as it found them (counters.h)
   int branch = kEveryBranch;  // or the only one
@@ -44,6 +44,10 @@ bool has_key_sums(const BackwardArguments& arguments);
 
 /// Whether a backward cuts long lists of block masks into several items; never where gradients are deterministic.
 bool splits_lists(const Plan& plan);
+
+/// Parts that a forward cuts lists of a branch's mask into, for each strand: those of a mask that calls do not make,
+/// where rows are of one branch only.
+std::int64_t slots_of(const Plan& plan, std::size_t branch, int tile_rows);
 
 /// Whether several items add to one row of dk: grouped queries, branches that share rows, several ranges, split lists.
 bool sums_keys(const Plan& plan, std::size_t ranges);

@@ -14,8 +14,10 @@ struct Choice {
   int streams = 1;      // items that a block works on side by side
   bool lists = false;   // keys by lists of a block mask
   bool passes = false;  // groups of an item have lists of their own
-  bool extras = false;  // key_mask, ALiBi, a scale that is not positive, dropout
+  bool extras = false;  // key_mask, ALiBi, a scale that is not positive, dropout; with lists: whatever else is rare
+  int part_rows = 0;    // tiles of keys are parts of blocks, loaded that many rows at a time; 0: whole tiles
   int blocks = 0;
+  bool drops = false;  // dropout
 };
 
 }  // namespace longspan::hopper

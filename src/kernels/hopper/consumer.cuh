@@ -2,6 +2,7 @@
 // item, from the last tile to the first: scores, mask, softmax, accumulate; the epilogue merges and stores.
 #pragma once
 
+#include "kernels/hopper/cut_lists.cuh"
 #include "kernels/hopper/extras.cuh"
 #include "kernels/hopper/lists.cuh"
 #include "kernels/hopper/shape.cuh"
@@ -14,6 +15,7 @@ namespace longspan::hopper {
 template <class S>
 struct Consumer {
   using T = typename S::Element;
+  using Note = std::conditional_t<S::kParts, PartsNote, ListNote>;
   static constexpr int kColumns = S::kColumns, kKeys = S::kKeys;
   static constexpr int kTilesOfSum = cuda::kRowsOfSum / kKeys;
 
@@ -37,7 +39,8 @@ struct Consumer {
   int passed = 0;  // lists: tiles since the last one computed whose values are still to be handed on
   bool idle;       // the group has no rows: it computes one tile, so that its pipeline is that of the others
   std::uint32_t q_tile;
-  float factor;  // takes scores to base 2
+  float factor;            // takes scores to base 2
+  unsigned allowed = ~0u;  // by key_mask, of the thread's columns
   [[no_unique_address]] std::conditional_t<S::kExtras, Extras<S>, NoExtras> extras;
   int add = 0;  // 0 makes P V start from zero: clearing registers while products run would serialise them
 
@@ -65,9 +68,23 @@ struct Consumer {
   }
   __device__ __forceinline__ void sync_group() const { sync_threads(named(S::kGroups + group), kGroupThreads); }
 
-  __device__ __forceinline__ void await_key() const { wait(memory.key_full(k.stage), k.parity); }
+  __device__ __forceinline__ bool cleans() const {
+    if constexpr (S::kExtras) return extras.is(Extras<S>::kMasked);
+    else return false;
+  }
+  template <Loop kLoop>
+  __device__ __forceinline__ bool may(int mode) const {
+    if constexpr (S::kExtras) return extras.template may<kLoop>(mode);
+    else return false;
+  }
+  static constexpr int kMasked = Extras<S>::kMasked;
+  template <Loop kLoop = Loop::kAny>
+  __device__ __forceinline__ void await_key() const {
+    wait(may<kLoop>(kMasked) ? memory.key_clean(k.stage) : memory.key_full(k.stage), k.parity);
+  }
+  template <Loop kLoop = Loop::kAny>
   __device__ __forceinline__ void await_value() const {
-    wait(S::kExtras && a.base.rules.key_mask ? memory.value_clean(v.stage) : memory.value_full(v.stage), v.parity);
+    wait(may<kLoop>(kMasked) ? memory.value_clean(v.stage) : memory.value_full(v.stage), v.parity);
   }
   __device__ __forceinline__ void release_key() {
     if (lane == 0) arrive(memory.key_free(k.stage));
@@ -157,16 +174,19 @@ struct Consumer {
 
   /// The producer's note on the next tile of keys. It is read early, because branches wait for it, and by the lane that
   /// releases the stage.
-  __device__ __forceinline__ ListNote read_note() const {
-    if constexpr (S::kLists) return {uniform(lane == 0 ? notes[k.stage] : 0)};
+  __device__ __forceinline__ Note read_note() const {
+    if constexpr (S::kParts) return PartsNote(notes[k.stage].words[lane % PartsNote::kWords]);
+    else if constexpr (S::kLists) return {uniform(lane == 0 ? notes[k.stage] : 0)};
     else return {0};
   }
+  /// Masks columns [kBegin, kEnd) of the tile, of which the first is `first_key`.
+  template <int kBegin = 0, int kEnd = kKeys>
   __device__ __forceinline__ void mask(int first_key, int end) {
-    const int first = first_key + lane % 4 * 2;
+    const int first = first_key - kBegin + lane % 4 * 2;
     const int upper = (a.base.rules.causal ? min(end, own_row + 1) : end) - first;
     const int lower = (a.base.rules.causal ? min(end, own_row + 9) : end) - first;
 #pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) {
+    for (int j = kBegin / 8; j < kEnd / 8; ++j) {
       if (8 * j >= upper) scores[4 * j] = -LONGSPAN_INFINITY;
       if (8 * j + 1 >= upper) scores[4 * j + 1] = -LONGSPAN_INFINITY;
       if (8 * j >= lower) scores[4 * j + 2] = -LONGSPAN_INFINITY;
@@ -179,67 +199,126 @@ struct Consumer {
     for (int j = 0; j < kColumns / 2; ++j) out[j] *= correction[j / 2 % 2];
   }
   /// Weights of the next P V, without those that dropout drops.
-  __device__ __forceinline__ void exponentiate(ListNote note, int tile) {
-    softmax.exponentiate(scores, factor);
+  template <Loop kLoop>
+  __device__ __forceinline__ void exponentiate(const Note& note, int tile) {
+    if constexpr (S::kExtras) extras.template exponentiate<kLoop>(softmax, scores, first_key(note, tile));
+    else softmax.exponentiate(scores, factor);
 #pragma unroll
     for (int j = 0; j < kKeys / 4; ++j) weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
-    if constexpr (S::kExtras) extras.drop(weights, first_key(note, tile));
+    if constexpr (S::kParts && S::kDrops) extras.drop_parts(weights, note);
+    else if constexpr (S::kDrops) extras.drop(weights, first_key(note, tile));
   }
 
   /// Rows after the strand's end belong to other strands. Their weight is 0, but 0 * NaN is NaN, so their values are
   /// overwritten with zeros. Every group does this itself, so that no group waits for another.
   __device__ __forceinline__ void clear_values_beyond(int end) {
-    if (S::kExtras && a.base.rules.key_mask) return;  // the producer has
+    if (cleans()) return;  // the producer has
     await_value();
-    const int rows = kKeys - end;
-    const std::uint32_t first = memory.values(v.stage) + end * 128;
-#pragma unroll 1
-    for (int i = thread; i < rows * 8; i += kGroupThreads) {
-#pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block) store_zeros(first + block * S::kKeyBlock + i * 16);
-    }
+    clear_rows(end, kKeys);
     fence_shared();
     sync_group();
   }
-
-  __device__ __forceinline__ void mask_listed(ListNote note) {
-    if (note.masks(group)) mask(note.first_key(), note.sees(group) ? keys : 0);
+  __device__ __forceinline__ void clear_rows(int begin, int end) const {
+    const std::uint32_t first = memory.values(v.stage) + begin * 128;
+#pragma unroll 1
+    for (int i = thread; i < (end - begin) * 8; i += kGroupThreads) {
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block) store_zeros(first + block * S::kKeyBlock + i * 16);
+    }
   }
-  __device__ __forceinline__ void clear_values_after_end(ListNote note) {
-    if (note.ends()) clear_values_beyond(max(keys - note.first_key(), 0));
+
+  template <int kPart = 0>
+  __device__ __forceinline__ void mask_parts(const PartsNote& note) {
+    mask<kPart * kPartRows, (kPart + 1) * kPartRows>(note.first_key(kPart), note.sees_part(kPart, warp()) ? keys : 0);
+    if constexpr ((kPart + 1) * kPartRows < kKeys) mask_parts<kPart + 1>(note);
+  }
+  __device__ __forceinline__ void mask_tile(const Note& note, int tile) {
+    if constexpr (S::kParts) mask_parts(note);
+    else mask(first_key(note, tile), S::kLists && !note.sees(group) ? 0 : keys);
+  }
+  __device__ __forceinline__ void clear_values_after_end(const Note& note) {
+    if (!note.ends() || cleans()) return;
+    if constexpr (S::kParts) {
+      await_value();
+#pragma unroll
+      for (int part = 0; part < kKeys / kPartRows; ++part) {
+        const int there = min(max(keys - note.first_key(part), 0), kPartRows);
+        clear_rows(part * kPartRows + there, (part + 1) * kPartRows);
+      }
+      fence_shared();
+      sync_group();
+    } else {
+      clear_values_beyond(max(keys - note.first_key(), 0));
+    }
   }
 
-  __device__ __forceinline__ static int first_key(ListNote note, int tile) {
-    return S::kLists ? note.first_key() : tile * kKeys;
+  __device__ __forceinline__ static int first_key(const Note& note, int tile) {
+    if constexpr (S::kParts) return 0;
+    else return S::kLists ? note.first_key() : tile * kKeys;
+  }
+  /// Of those of an item's tile, 16 rows each.
+  __device__ __forceinline__ int warp() const { return group * 4 + uniform(thread / kWarpThreads); }
+  __device__ __forceinline__ bool is_cut(const Note& note, int tile) const {
+    if constexpr (S::kParts) return note.masks(warp());
+    else return S::kLists ? note.masks(group) : tile >= unmasked;
+  }
+  /// Whether a row of the thread does not see all keys of the tile, for other reasons than key_mask.
+  __device__ __forceinline__ bool is_row_cut(int tile, int row) const {
+    return (tile + 1) * kKeys > (a.base.rules.causal ? min(keys, row + 1) : keys);
   }
   /// Releases the stage of K, and makes masked scores of its products.
-  __device__ __forceinline__ void begin_scores(ListNote note, int tile) {
-    unsigned allowed = TileBits<S>::kAll;
-    if constexpr (S::kExtras) {
-      if (a.base.rules.key_mask) allowed = load_word(memory.key_bits(k.stage) + lane % 4 * 4);
+  template <Loop kLoop>
+  __device__ __forceinline__ void begin_scores(const Note& note, int tile) {
+    const bool cut = is_cut(note, tile);
+    if constexpr (!S::kExtras || kLoop == Loop::kPlain) {
+      release_key();
+      if (cut) mask_tile(note, tile);
+    } else {
+      using E = Extras<S>;
+      allowed = may<kLoop>(kMasked) ? load_word(memory.key_bits(k.stage) + lane % 4 * 4) : TileBits<S>::kAll;
+      release_key();
+      const bool across = may<kLoop>(E::kLinear) && extras.is_across(first_key(note, tile), a.base.rules.causal);
+      extras.excluded[0] = extras.excluded[1] = 0.0f;
+      const bool changes = cut || across || may<kLoop>(E::kExact | E::kScales);
+      if (__all_sync(~0u, !changes && allowed == TileBits<S>::kAll)) return;
+      if (may<kLoop>(E::kExact | E::kScales)) {
+        if constexpr (S::kParts) extras.score_parts(scores, note, a.base.rules.scale);
+        else extras.score(scores, first_key(note, tile), a.base.rules.causal, a.base.rules.scale);
+      }
+      if (across) extras.turn_back(scores, first_key(note, tile));
+      if (cut) mask_tile(note, tile);
+      if (!may<kLoop>(kMasked) || __all_sync(~0u, allowed == TileBits<S>::kAll)) return;
+      if (extras.template subtracts<kLoop>())
+        extras.subtract(scores, allowed, is_row_cut(tile, own_row), is_row_cut(tile, own_row + 8));
+      else extras.exclude(scores, allowed, true, true);
     }
-    release_key();
-    if constexpr (S::kExtras) extras.score(scores, first_key(note, tile), a.base.rules.causal);
-    if constexpr (S::kLists) mask_listed(note);
-    else if (tile >= unmasked) mask(tile * kKeys, keys);
-    if constexpr (S::kExtras) {
-      if (!__all_sync(~0u, allowed == TileBits<S>::kAll)) extras.exclude(scores, allowed);
+  }
+  template <Loop kLoop>
+  __device__ __forceinline__ bool raise(const Note& note, int tile, float (&correction)[2]) {
+    if constexpr (!S::kExtras || kLoop == Loop::kPlain || kLoop == Loop::kGeneral) {
+      return softmax.raise(scores, factor, correction);
+    } else {
+      float top[2];
+      extras.template find_tops<kLoop, Softmax<kKeys>>(scores, first_key(note, tile), top);
+      return softmax.raise(scores, factor, top, correction, [&] {
+        if (extras.template subtracts<kLoop>()) extras.prepare(softmax, scores, allowed, top);
+      });
     }
   }
 
   __device__ __forceinline__ void first_softmax() {
     softmax.begin();
     add = 0;
-    const ListNote note = read_note();
-    begin_scores(note, end_tile - 1);
+    const Note note = read_note();
+    begin_scores<Loop::kAny>(note, end_tile - 1);
     if constexpr (S::kLists) {
       clear_values_after_end(note);
     } else {
       if (end_tile * kKeys > keys && !idle) clear_values_beyond(keys - (end_tile - 1) * kKeys);
     }
     float correction[2];
-    softmax.raise(scores, factor, correction);
-    exponentiate(note, end_tile - 1);
+    raise<Loop::kAny>(note, end_tile - 1, correction);
+    exponentiate<Loop::kAny>(note, end_tile - 1);
   }
   /// Lists: skips the next tile of keys if this group does not see it. The stage of the last tile's values is still
   /// held, so the other stages limit how many tiles can be skipped in a row; further ones are computed, masked.
@@ -259,26 +338,27 @@ struct Consumer {
       v.advance();
     }
   }
+  template <Loop kLoop>
   __device__ __forceinline__ void next_tile(int tile) {
-    await_key();
-    const ListNote note = read_note();
+    await_key<kLoop>();
+    const Note note = read_note();
     await_token();
     multiply_queries();
-    await_value();
+    await_value<kLoop>();
     multiply_values();
     products_wait<1>();
     pin(scores);
     pass_token();
-    begin_scores(note, tile);
+    begin_scores<kLoop>(note, tile);
     float correction[2];
-    const bool raised = softmax.raise(scores, factor, correction);
+    const bool raised = raise<kLoop>(note, tile, correction);
     products_wait<0>();
     pin(out);
     if (raised) rescale(correction);
     release_value(v.stage);
     v.advance();
     if constexpr (S::kPasses) pass_values();
-    exponentiate(note, tile);
+    exponentiate<kLoop>(note, tile);
     if constexpr (S::kLists) clear_values_after_end(note);
   }
 
@@ -304,7 +384,7 @@ struct Consumer {
 
   /// Merges the rows with the state that earlier branches left of them, and stores the state of rows that a later
   /// branch continues. Returns a bit for each of the two rows that no later branch continues.
-  __device__ __forceinline__ unsigned merge(const Task& task, std::uint32_t number, int row,
+  __device__ __forceinline__ unsigned merge(const typename S::Item& task, std::uint32_t number, int row,
                                             const float (&correction)[2]) {
     constexpr int kPairs = kColumns / 8, kPart = kPairs % 8 == 0 ? 8 : 6;  // of columns; not all at once, for registers
     static_assert(kPairs % kPart == 0);
@@ -322,15 +402,15 @@ struct Consumer {
       const std::int64_t packed = first + static_cast<std::int64_t>(own) * task.stride;
       others[half] = shares.others[own];
       state[half] = reinterpret_cast<float2*>(a.base.scratch.state + packed * a.base.tensors.columns) + lane % 4;
-      const float top = fmaxf(softmax.largest[half], found.x), grown = fast_exp2(softmax.largest[half] - finite(top));
+      const float top = fmaxf(softmax.found[half], found.x), grown = fast_exp2(softmax.found[half] - finite(top));
       old_factor[half] = fast_exp2(found.x - finite(top));
       own_factor[half] = correction[half] * grown;
-      softmax.largest[half] = top;
+      softmax.found[half] = top;
       softmax.sum[half] = fmaf(softmax.sum[half], grown, found.y * old_factor[half]);
       if (others[half] & 2) {
         if (lane % 4 == 0)
           __stcg(reinterpret_cast<float2*>(a.base.scratch.state_sums) + packed, make_float2(top, softmax.sum[half]));
-      } else if (own < task.rows) {
+      } else if (exists<S>(task, own)) {
         finished |= 1u << half;
         store_lse(task, own, half);
       }
@@ -371,17 +451,24 @@ struct Consumer {
   __device__ __forceinline__ void store(const typename S::Item& task, std::uint32_t number, std::uint32_t tile,
                                         float (&factor)[2]) {
     const int warp = thread / kWarpThreads, warp_row = warp * 16, row = warp_row + lane / 4;
+    if constexpr (S::kLists || S::kExtras) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j)  // rows without keys: weights of 0 times whatever lay there
+        if (softmax.sum[j / 2 % 2] == 0.0f) out[j] = 0.0f;
+    }
+    if constexpr (S::kLists && !S::kMerges) {
+      if (task.cut) {
+        store_part<S>(a, task, group, softmax, out, factor);
+        sync_group();
+        return;
+      }
+    }
     const int rows = task.rows - first_row;
     unsigned finished = (row < rows) | (row + 8 < rows) << 1;
     int before = 0;  // rows of the group that are not of the query range
     if constexpr (S::kLists) {
       before = task.first_row - first_row;
       finished &= (row >= before) | (row + 8 >= before) << 1;
-    }
-    if constexpr (S::kLists || S::kExtras) {
-#pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j)  // rows without keys: weights of 0 times whatever lay there
-        if (softmax.sum[j / 2 % 2] == 0.0f) out[j] = 0.0f;
     }
     if constexpr (S::kMerges) {
       finished = merge(task, number, first_row + row, factor);
@@ -427,6 +514,7 @@ struct Consumer {
 
   /// All tiles of an item but its last one, whose scores were computed with the item before. The last values of a sum
   /// are added with the tile below it.
+  template <Loop kLoop>
   __device__ __forceinline__ void other_tiles() {
     if constexpr (S::kLists) {  // one loop: in two, stages would leave the uniform registers
       for (int tile = end_tile - 2; tile >= 0; --tile) {
@@ -435,15 +523,33 @@ struct Consumer {
         if constexpr (S::kPasses) {
           if (pass()) continue;
         }
-        next_tile(tile);
+        next_tile<kLoop>(tile);
       }
     } else {
       for (int tile = end_tile - 2; tile >= first_tile;) {
         const int first = static_cast<int>((tile + 1u) / kTilesOfSum * kTilesOfSum);
         const int end = uniform(max(first - 1, first_tile));
 #pragma unroll 1
-        for (; tile >= end; --tile) next_tile(tile);
+        for (; tile >= end; --tile) next_tile<kLoop>(tile);
         if (first > first_tile) close_sums(first + kTilesOfSum >= end_tile);
+      }
+    }
+  }
+  /// In a loop that has what the item's options need.
+  __device__ __forceinline__ void run_loop() {
+    if constexpr (!S::kExtras) {
+      other_tiles<Loop::kPlain>();
+    } else if constexpr (S::kLists) {
+      other_tiles<Loop::kGeneral>();
+    } else {
+      const Loop loop = extras.loop();
+      if (loop == Loop::kPlain) {
+        other_tiles<Loop::kPlain>();
+      } else if (loop == Loop::kGeneral) {
+        other_tiles<Loop::kGeneral>();
+      } else if constexpr (Extras<S>::kHasWays) {
+        if (loop == Loop::kMasked) other_tiles<Loop::kMasked>();
+        else other_tiles<Loop::kLinear>();
       }
     }
   }
@@ -463,12 +569,8 @@ struct Consumer {
     softmax.finish(task.padding, correction);
     if constexpr (!S::kMerges) {
       const int row = first_row + thread / kWarpThreads * 16 + lane / 4;
-      const auto exists = [&](int own) {
-        if constexpr (S::kLists) return own < task.rows && own >= task.first_row;
-        else return own < task.rows;
-      };
-      if (exists(row)) store_lse(task, row, 0);
-      if (exists(row + 8)) store_lse(task, row + 8, 1);
+      if (writes<S>(task, row)) store_lse(task, row, 0);
+      if (writes<S>(task, row + 8)) store_lse(task, row + 8, 1);
     }
     const bool early = S::kPasses
                            ? passed > 0
@@ -522,7 +624,7 @@ struct Consumer {
     }
     // No product is in flight where branches meet: ptxas would serialise all of them.
     while (more) {
-      other_tiles();
+      run_loop();
       more = end_and_begin();
     }
     if (thread == 0) wait_stores();

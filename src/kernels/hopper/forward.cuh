@@ -37,8 +37,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
     }
     // Stages are given back warp by warp: nothing is assumed about warps of a group ending together.
     for (std::uint32_t stage = 0; stage < S::kStages; ++stage) {
-      barrier_init(memory.key_full(stage), S::kExtras && a.base.rules.key_mask ? 2 : 1);
-      if constexpr (S::kExtras) barrier_init(memory.value_clean(stage), 1);
+      barrier_init(memory.key_full(stage), 1);
+      if constexpr (S::kExtras) {
+        barrier_init(memory.key_clean(stage), 1);
+        barrier_init(memory.value_clean(stage), 1);
+      }
       barrier_init(memory.value_full(stage), 1);
       barrier_init(memory.key_free(stage), 4 * S::kGroups);
       barrier_init(memory.value_free(stage), 4 * S::kGroups);
@@ -68,9 +71,20 @@ __global__ void __launch_bounds__(S::kThreads, 1) forward(const __grid_constant_
   }
 }
 
+/// Joins what a forward left of lists that are cut.
+template <class T>
+cudaError_t start_join(const HopperLaunch& launch, const Choice& choice, cudaStream_t stream) {
+  const auto run = [&]<int kColumns, int kKeys, int kStages>() {
+    using S = Shape<T, false, kColumns, 2, kKeys, kStages, 1, true, true, true, true, true>;
+    return cuda::start<&join_parts<S>>(choice.blocks, S::kGroups * kGroupThreads, 0, stream, launch);
+  };
+  if (choice.columns == 64) return run.template operator()<64, 64, 4>();
+  return choice.columns == 128 ? run.template operator()<128, 64, 4>() : run.template operator()<256, 32, 2>();
+}
+
 /// Head dims between those instantiated run with columns of zeros, which are in no tensor.
 template <class T>
-cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cudaStream_t stream) {
+cudaError_t start_main(const HopperLaunch& launch, const Choice& choice, cudaStream_t stream) {
   const auto run_shape = [&]<class S>() {
     return cuda::start<&forward<S>>(choice.blocks, S::kThreads, Memory<S>::kBytes, stream, launch);
   };
@@ -81,21 +95,36 @@ cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cuda
     return launch.base.schedule.merges ? run.template operator()<true, kColumns, kGroups, kKeys, kStages>()
                                        : run.template operator()<false, kColumns, kGroups, kKeys, kStages>();
   };
-  const auto run_lists = [&]<int kColumns, int kKeys, int kStages, int kStreams, bool kPasses>() {
-    return run_shape.template operator()<Shape<T, false, kColumns, 2, kKeys, kStages, kStreams, true, kPasses>>();
+  const auto run_lists = [&]<int kColumns, int kKeys, int kStages, int kStreams, bool kPasses, bool kParts = false>() {
+    return run_shape.template
+    operator()<Shape<T, false, kColumns, 2, kKeys, kStages, kStreams, true, kPasses, false, false, kParts>>();
+  };
+  const bool merges = launch.base.schedule.merges;
+  // Lists with options, of wide heads or of branches that merge: all in one, block sizes and dropout, too.
+  const auto run_any_lists = [&]<int kColumns, int kKeys, int kStages>() {
+    const auto run_merges = [&]<bool kMerges>() {
+      return run_shape
+          .template operator()<Shape<T, kMerges, kColumns, 2, kKeys, kStages, 1, true, true, true, true, true>>();
+    };
+    return merges ? run_merges.template operator()<true>() : run_merges.template operator()<false>();
+  };
+  const auto run_extras = [&]<bool kMerges, int kColumns, int kGroups, int kKeys, int kStages>() {
+    const auto run_drops = [&]<bool kDrops>() {
+      return run_shape
+          .template operator()<Shape<T, kMerges, kColumns, kGroups, kKeys, kStages, 1, false, false, true, kDrops>>();
+    };
+    return kMerges || choice.drops ? run_drops.template operator()<true>() : run_drops.template operator()<kMerges>();
   };
   const auto is = [&](int columns, int groups, int keys, int stages) {
     return choice.columns == columns && choice.groups == groups && choice.keys == keys && choice.stages == stages;
   };
+  if (choice.lists && choice.extras) {
+    if (is(64, 2, 64, 4)) return run_any_lists.template operator()<64, 64, 4>();
+    if (is(128, 2, 64, 4)) return run_any_lists.template operator()<128, 64, 4>();
+    if (is(256, 2, 32, 2)) return run_any_lists.template operator()<256, 32, 2>();
+    return cudaErrorInvalidValue;
+  }
   if (choice.extras) {
-    const auto
-        run_extras = [&]<bool kMerges, int kColumns, int kGroups, int kKeys, int kStages, bool kLists = false>() {
-      return run_shape
-          .template operator()<Shape<T, kMerges, kColumns, kGroups, kKeys, kStages, 1, kLists, kLists, true>>();
-    };
-    const bool merges = launch.base.schedule.merges;
-    if (is(64, 2, 64, 4)) return run_extras.template operator()<false, 64, 2, 64, 4, true>();
-    if (is(128, 2, 64, 4)) return run_extras.template operator()<false, 128, 2, 64, 4, true>();
     if (is(64, 3, 128, 4)) return run_extras.template operator()<false, 64, 3, 128, 4>();
     if (is(64, 3, 128, 3)) return run_extras.template operator()<true, 64, 3, 128, 3>();
     if (is(128, 3, 80, 3) && merges) return run_extras.template operator()<true, 128, 3, 80, 3>();
@@ -105,8 +134,10 @@ cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cuda
     return cudaErrorInvalidValue;
   }
   if (choice.lists) {
+    if (is(64, 2, 64, 4) && choice.part_rows > 0) return run_lists.template operator()<64, 64, 4, 2, true, true>();
     if (is(64, 2, 64, 4) && choice.passes) return run_lists.template operator()<64, 64, 4, 2, true>();
     if (is(64, 2, 64, 4)) return run_lists.template operator()<64, 64, 4, 2, false>();
+    if (is(128, 2, 64, 4) && choice.part_rows > 0) return run_lists.template operator()<128, 64, 4, 1, true, true>();
     if (is(128, 2, 64, 4)) return run_lists.template operator()<128, 64, 4, 1, true>();
     if (is(128, 2, 128, 2)) return run_lists.template operator()<128, 128, 2, 1, false>();
     return cudaErrorInvalidValue;
@@ -124,6 +155,12 @@ cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cuda
   if (is(192, 2, 80, 2)) return run_either.template operator()<192, 2, 80, 2>();
   if (is(256, 2, 48, 2)) return run_either.template operator()<256, 2, 48, 2>();
   return cudaErrorInvalidValue;
+}
+
+template <class T>
+cudaError_t start_forward(const HopperLaunch& launch, const Choice& choice, cudaStream_t stream) {
+  const cudaError_t status = start_main<T>(launch, choice, stream);
+  return status == cudaSuccess && launch.parts ? start_join<T>(launch, choice, stream) : status;
 }
 
 }  // namespace longspan::hopper

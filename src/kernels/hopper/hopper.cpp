@@ -2,6 +2,7 @@
 #include "kernels/hopper/hopper.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "device/error.h"
@@ -20,11 +21,12 @@ constexpr int kChunk = 32;  // strands whose tiles are interleaved under a causa
 constexpr int kTurns = 2;   // items for each block that are dealt out in turn whatever their length
 
 bool make_maps(HopperLaunch& launch, const ForwardArguments& a, const Choice& choice) {
+  const int key_box = choice.part_rows > 0 ? choice.part_rows : choice.keys;
   return for_each_map(launch, a.plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t key_rows) {
     return encode(launch.q[map], a.q, dilation, rows, kGroupRows) &&
            encode(launch.out[map], a.out, dilation, rows, kGroupRows) &&
-           encode(launch.k[map], a.k, dilation, key_rows, choice.keys) &&
-           encode(launch.v[map], a.v, dilation, key_rows, choice.keys);
+           encode(launch.k[map], a.k, dilation, key_rows, key_box) &&
+           encode(launch.v[map], a.v, dilation, key_rows, key_box);
   });
 }
 
@@ -76,7 +78,10 @@ bool suits_wide_tiles(const Plan& plan) {
 }
 
 struct Space {
-  std::size_t ticket = 0, totals = 0, total = 0;
+  std::size_t ticket = 0, totals = 0, parts = 0, total = 0;
+  // Of lists that are cut, of each branch: where its slots begin, and slots of a strand.
+  std::array<std::int64_t, cuda::kMaxBranches> first_slot{};
+  std::array<int, cuda::kMaxBranches> slots{};
 };
 
 /// What the forward takes after what all CUDA kernels take.
@@ -91,6 +96,17 @@ Space layout(const Plan& plan) {
         static_cast<std::size_t>(multiprocessors(plan.problem()) * choice.streams * choice.groups * kGroupThreads);
     space.total += consumers * static_cast<std::size_t>(total_floats(choice.columns)) * sizeof(float);
   }
+  space.parts = space.total;
+  std::int64_t slots = 0;
+  const Problem& problem = plan.problem();
+  for (std::size_t b = 0; b < plan.branches().size() && choice.lists; ++b) {
+    space.first_slot[b] = slots;
+    space.slots[b] = static_cast<int>(cuda::slots_of(plan, b, choice.groups * kGroupRows));
+    slots += problem.batch * problem.heads * strands::ceil_divide(problem.tokens, plan.branches()[b].segment) *
+             space.slots[b];
+  }
+  const int slot_threads = choice.groups * kGroupThreads;
+  space.total += static_cast<std::size_t>(slots * slot_threads * total_floats(choice.columns)) * sizeof(float);
   return space;
 }
 
@@ -98,7 +114,20 @@ std::size_t workspace_bytes(const Plan& plan, Pass pass, int) {
   return pass == Pass::backward ? backward_workspace_bytes(plan) : layout(plan).total;
 }
 
+/// Of the backward: blocks are cut into tiles of keys of 64 or 128, and only shapes of narrow heads read lists.
+Verdict fits_masks(const Plan& plan) {
+  constexpr std::int64_t kWidestWithMasks = 128;
+  if (!has_masks(plan)) return yes();
+  if (smallest_block(plan) < kGroupRows)
+    return no("takes block masks of blocks of 64 and 128, here they are of {}", smallest_block(plan));
+  if (plan.problem().head_dim > kWidestWithMasks)
+    return no("takes block masks at head dims up to {}, here it is {}", kWidestWithMasks, plan.problem().head_dim);
+  if (plan.merges_branches()) return no("takes no block masks where branches share rows");
+  return yes();
+}
+
 Verdict can_run(const Plan& plan, Pass pass) {
+  if (Verdict verdict = fits_masks(plan); pass == Pass::backward && !verdict.ok) return verdict;
   if (pass == Pass::backward) return can_run_backward(plan);
   return fits(plan);
 }
@@ -119,39 +148,44 @@ void forward(const ForwardArguments& a) {
   if (!make_maps(launch, a, choice)) throw Unsupported(fmt::format("hopper-wgmma {}", kNoMap));
   const Space space = layout(a.plan);
   const bool counts = space.totals > space.ticket || a.plan.merges_branches();
-  if (space.total > space.totals) launch.totals = reinterpret_cast<float*>(a.workspace + space.totals);
+  if (space.parts > space.totals) launch.totals = reinterpret_cast<float*>(a.workspace + space.totals);
+  if (space.total > space.parts) launch.parts = reinterpret_cast<float*>(a.workspace + space.parts);
+  std::copy(space.first_slot.begin(), space.first_slot.end(), launch.first_slot);
+  std::copy(space.slots.begin(), space.slots.end(), launch.slots);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
-  cuda::for_each_launch(a, {.rows = choice.groups * kGroupRows, .restores = true}, true, [&](cuda::Launch& base) {
-    if (base.schedule.items == 0) return;
-    launch.base = base;
-    launch.items = static_cast<unsigned>(base.schedule.items);
-    for (int w = base.schedule.work_count - 1; w >= 0 && base.schedule.work[w].branch < 0; --w)
-      launch.items = static_cast<unsigned>(base.schedule.work[w].first_item);
-    launch.query_group = base.tensors.heads / base.tensors.kv_heads;
-    launch.whole = is_whole(base);
-    launch.fill_boxes = fills_by_boxes(a, base);
-    launch.fill_items = static_cast<unsigned>(base.schedule.items) - launch.items;
-    // Lists are as long in one tile as in another: a strand after the other, for the sake of the L2 cache.
-    for (int w = 0; w < base.schedule.work_count && base.rules.causal; ++w)
-      launch.base.schedule.work[w].chunk = choice.lists ? 1 : kChunk;
-    launch.packed = choice.packed;
-    const unsigned taken =
-        (launch.items + static_cast<unsigned>(choice.packed) - 1) / static_cast<unsigned>(choice.packed);
-    const unsigned streams = static_cast<unsigned>(choice.streams);
-    choice.blocks = static_cast<int>(
-        std::min<std::int64_t>(multiprocessors(problem), (std::max(taken, launch.fill_items) + streams - 1) / streams));
-    launch.ticket = base.scratch.ticket;
-    if (counts && !launch.ticket) {
-      const auto own = reinterpret_cast<unsigned*>(a.workspace + space.ticket);
-      const cuda::Counters counters = cuda::resting_counters({stream, 1, own, sizeof(unsigned)});
-      launch.base.scratch.leaving = counters.leaving;
-      launch.ticket = counters.first;
-    }
-    // Off a counter items are better taken late, but strands of few tiles leave little time to look them up.
-    launch.ahead = !launch.ticket ? 4 : choice.groups == 4 || choice.lists ? 3 : 2;
-    const auto run = a.q.dtype == DType::bf16 ? forward_bf16 : forward_f16;
-    cuda::check(run(launch, choice, stream), "starting the Hopper forward kernel");
-  });
+  cuda::for_each_launch(
+      a, {.rows = choice.groups * kGroupRows, .splits = true, .restores = true}, true, [&](cuda::Launch& base) {
+        if (base.schedule.items == 0) return;
+        launch.base = base;
+        launch.items = static_cast<unsigned>(base.schedule.items);
+        for (int w = base.schedule.work_count - 1; w >= 0 && base.schedule.work[w].branch < 0; --w)
+          launch.items = static_cast<unsigned>(base.schedule.work[w].first_item);
+        launch.query_group = base.tensors.heads / base.tensors.kv_heads;
+        launch.whole = is_whole(base);
+        launch.fill_boxes = fills_by_boxes(a, base);
+        launch.fill_items = static_cast<unsigned>(base.schedule.items) - launch.items;
+        // Lists are as long in one tile as in another: a strand after the other, for the sake of the L2 cache.
+        for (int w = 0; w < base.schedule.work_count && base.rules.causal; ++w)
+          launch.base.schedule.work[w].chunk = choice.lists ? 1 : kChunk;
+        launch.packed = choice.packed;
+        launch.part_rows = choice.part_rows;
+        const unsigned taken =
+            (launch.items + static_cast<unsigned>(choice.packed) - 1) / static_cast<unsigned>(choice.packed);
+        const unsigned streams = static_cast<unsigned>(choice.streams);
+        choice.blocks = static_cast<int>(std::min<std::int64_t>(
+            multiprocessors(problem), (std::max(taken, launch.fill_items) + streams - 1) / streams));
+        launch.ticket = base.scratch.ticket;
+        if (counts && !launch.ticket) {
+          const auto own = reinterpret_cast<unsigned*>(a.workspace + space.ticket);
+          const cuda::Counters counters = cuda::resting_counters({stream, 1, own, sizeof(unsigned)});
+          launch.base.scratch.leaving = counters.leaving;
+          launch.ticket = counters.first;
+        }
+        // Off a counter items are better taken late, but strands of few tiles leave little time to look them up.
+        launch.ahead = !launch.ticket ? 4 : choice.groups == 4 || choice.lists ? 3 : 2;
+        const auto run = a.q.dtype == DType::bf16 ? forward_bf16 : forward_f16;
+        cuda::check(run(launch, choice, stream), "starting the Hopper forward kernel");
+      });
 }
 
 }  // namespace
@@ -175,25 +209,24 @@ Choice choose(const Plan& plan) {
     choice.groups = groups, choice.keys = keys, choice.stages = stages;
   };
   choice.extras = has_extras(plan);
+  choice.drops = plan.options().dropout > 0;
   for (const int columns : {48, 64, 96, 128, 192, 256}) {
     if (choice.extras && columns != 64 && columns != 128 && columns != 256) continue;
     choice.columns = columns;
     if (problem.head_dim <= columns) break;
   }
   choice.lists = has_masks(plan);
-  if (choice.lists && choice.extras) {
-    choice.columns = problem.head_dim <= 64 ? 64 : 128;
-    choice.passes = true;
-    set(2, 64, 4);
-    return choice;
-  }
   if (choice.lists) {
     // Tiles of 128 rows, as few lists as the masks have. Narrow heads leave registers for two of them in a block.
-    choice.columns = problem.head_dim <= 64 ? 64 : 128;
-    choice.streams = choice.columns == 64 ? 2 : 1;
-    choice.passes = smallest_block(plan) == kGroupRows;
-    if (choice.columns == 128 && smallest_block(plan) >= 128) set(2, 128, 2);
+    const int block = smallest_block(plan);
+    choice.columns = problem.head_dim <= 64 ? 64 : problem.head_dim <= 128 ? 128 : 256;
+    choice.extras |= choice.columns > 128 || plan.merges_branches();
+    choice.streams = choice.columns == 64 && !choice.extras ? 2 : 1;
+    choice.passes = choice.extras || block <= kGroupRows;
+    if (choice.columns == 256) set(2, 32, 2);
+    else if (choice.columns == 128 && block >= 128 && !choice.extras) set(2, 128, 2);
     else set(2, 64, 4);
+    if (choice.extras || block < kGroupRows) choice.part_rows = std::min(block, choice.keys);
     return choice;
   }
   if (choice.columns > 192) set(2, 48, 2);

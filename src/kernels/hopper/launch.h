@@ -31,11 +31,15 @@ struct alignas(128) HopperLaunch {
   unsigned items;       // of the work table, without those that fill
   unsigned fill_items;  // by rows, where boxes of zeros do not fit the pattern
   float* totals;        // of closed sums, for each consumer (consumer.cuh); null where no strand is that long
-  int packed;           // items that a block takes at a time: more than one where strands are short
-  int ahead;            // items that a block looks up before their turn
-  int query_group;      // heads that share a head of k and v
-  bool whole;           // rows of q are all positions in order
-  bool fill_boxes;      // uncovered rows are whole phases
+  float* parts;         // of lists that are cut: what each consumer found (cut_lists.cuh)
+  std::int64_t first_slot[cuda::kMaxBranches];  // of a branch there, 2 groups of consumers each
+  int slots[cuda::kMaxBranches];                // of a strand
+  int packed;       // items that a block takes at a time: more than one where strands are short
+  int ahead;        // items that a block looks up before their turn
+  int part_rows;    // lists in parts: rows of a box of keys
+  int query_group;  // heads that share a head of k and v
+  bool whole;       // rows of q are all positions in order
+  bool fill_boxes;  // uncovered rows are whole phases
 
   /// Counts items of a branch that are done, where branches wait for one another.
   LONGSPAN_DEVICE unsigned* finished(int branch, int range, int entry, int head) const {
@@ -63,6 +67,8 @@ struct ListTask : Task {
   bool listed;  // else the branch has no mask: all keys in order
   cuda::BlockWalk list;
   int first_row;              // rows of the tile before it are not of this query range
+  bool cut;                   // the list is one of several of the tile
+  std::int64_t slot;          // where its rows wait to be joined then
   int entries[kNearEntries];  // the first of the list, as lists.cuh reads them
 };
 
@@ -70,6 +76,7 @@ struct ListTask : Task {
 template <class Item>
 struct ExtrasTask : Item {
   int first_tile;  // of keys: key_mask excludes all before it
+  bool masked;     // it excludes others, too
   float slope;     // of ALiBi, in base 2, for a step of the strand
 };
 

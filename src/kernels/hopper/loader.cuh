@@ -13,6 +13,7 @@ struct Loader {
   const Memory<S> memory;
   typename S::Tasks& tasks;
   typename S::Notes& notes;
+  const int lane;  // of tiles in parts all load, of others the first
 
   /// Walks over the tiles of items taken together: from the last item's last tile to the first item's first.
   struct Cursor {
@@ -34,16 +35,23 @@ struct Loader {
     __device__ __forceinline__ int first_key() const { return tile * S::kKeys; }
   };
   __device__ __forceinline__ void load_keys(const CUtensorMap* maps, std::uint32_t target, std::uint32_t full,
-                                            const Task& task, int first_key) const {
-    arrive_and_expect(full, S::kKeyBytes);
+                                            const Task& task, const TilePlace& place) const {
+    if constexpr (S::kParts) {
+      __syncwarp();  // notes are written
+      if (lane == 0) arrive_and_expect(full, S::kKeyBytes);
+      __syncwarp();
+      if (!place.mine || place.row % a.part_rows != 0) return;
+    } else {
+      arrive_and_expect(full, S::kKeyBytes);
+    }
 #pragma unroll
     for (int block = 0; block < S::kBlocks; ++block)
-      load_box(target + block * S::kKeyBlock, maps + task.k_map, full,
-               {block * kBlockColumns, task.k_index + first_key, task.k_phase, task.kv_head, task.entry});
+      load_box(target + block * S::kKeyBlock + place.row * 128, maps + task.k_map, full,
+               {block * kBlockColumns, task.k_index + place.first_key, task.k_phase, task.kv_head, task.entry});
   }
   __device__ __forceinline__ void load_tile(const CUtensorMap* maps, std::uint32_t target, std::uint32_t full,
                                             const Cursor& at) const {
-    load_keys(maps, target, full, *at.task, at.first_key());
+    load_keys(maps, target, full, *at.task, {at.first_key()});
   }
 
   __device__ __forceinline__ void load() const {
@@ -108,15 +116,17 @@ struct Loader {
     const std::uint32_t full = memory.query_full(q.stage);
     wait(memory.query_free(q.stage), q.parity);
     if (task.tiles < 0) {
-      arrive(full);
+      if (lane == 0) arrive(full);
       return nullptr;
     }
-    arrive_and_expect(full, S::kQueryBytes);
+    if (lane == 0) {
+      arrive_and_expect(full, S::kQueryBytes);
 #pragma unroll
-    for (int i = 0; i < S::kGroups * S::kBlocks; ++i)
-      load_box(memory.queries(q.stage) + i * S::kQueryBlock, &a.q[task.q_map], full,
-               {i % S::kBlocks * kBlockColumns, task.q_index + i / S::kBlocks * kGroupRows, task.q_phase, task.head,
-                task.entry});
+      for (int i = 0; i < S::kGroups * S::kBlocks; ++i)
+        load_box(memory.queries(q.stage) + i * S::kQueryBlock, &a.q[task.q_map], full,
+                 {i % S::kBlocks * kBlockColumns, task.q_index + i / S::kBlocks * kGroupRows, task.q_phase, task.head,
+                  task.entry});
+    }
     q.advance();
     ready.advance();
     return &task;
@@ -129,11 +139,11 @@ struct Loader {
     Ring<S::kQuerySlots> q{0, 1};
     Ring<kTaskSlots> ready;
     const ListTask* above = nullptr;  // the tile whose V is next
-    int above_key = 0;
+    TilePlace above_place;
     const auto load_values = [&] {
       if (!above) return;
       wait(memory.value_free(v.stage), v.parity);
-      load_keys(a.v, memory.values(v.stage), memory.value_full(v.stage), *above, above_key);
+      load_keys(a.v, memory.values(v.stage), memory.value_full(v.stage), *above, above_place);
       v.advance();
       above = nullptr;
     };
@@ -141,18 +151,18 @@ struct Loader {
     while (next) {
       const ListTask& task = *next;
       const int tiles = task.tiles, early = min(S::kStages, tiles - 1);
-      ListCursor<S> at(task);
+      Walk<S> at(task, lane);
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) {
-        const int first_key = at.first_key(), note = at.note(a.base.rules.causal);
+        const TilePlace tile_place = at.place();
         wait(memory.key_free(k.stage), k.parity);
-        notes[k.stage] = note;
-        load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), task, first_key);
+        at.write_note(notes[k.stage], a.base.rules.causal);
+        load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), task, tile_place);
         k.advance();
         at.advance();
         load_values();
         above = &task;
-        above_key = first_key;
+        above_place = tile_place;
         if (tile != early) continue;
         // The item before releases its slot when this item's first tile is done, which may need that tile's V.
         if (tile == 0) load_values();
@@ -172,14 +182,14 @@ struct Loader {
     while (next) {
       const Task place = *next;
       const int early = min(S::kStages, place.tiles - 1);
-      ListCursor<S> at(*next);
+      Walk<S> at(*next, lane);
 #pragma unroll 1
       for (int tile = 0; tile < place.tiles; ++tile) {
-        const int first_key = at.first_key(), note = at.note(a.base.rules.causal);
-        at.advance();
+        const TilePlace tile_place = at.place();
         wait(memory.key_free(k.stage), k.parity);
-        notes[k.stage] = note;
-        load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), place, first_key);
+        at.write_note(notes[k.stage], a.base.rules.causal);
+        at.advance();
+        load_keys(a.k, memory.keys(k.stage), memory.key_full(k.stage), place, tile_place);
         k.advance();
         if (tile == early) next = load_listed_queries(ready, q);
       }
@@ -192,43 +202,50 @@ struct Loader {
       wait(memory.task_full(ready.stage), ready.parity);
       const Task place = tasks[ready.stage][0];
       if (place.tiles < 0) return;
-      ListCursor<S> at(tasks[ready.stage][0]);
+      Walk<S> at(tasks[ready.stage][0], lane);
 #pragma unroll 1
       for (int tile = 0; tile < place.tiles; ++tile) {
-        const int first_key = at.first_key();
+        const TilePlace tile_place = at.place();
         at.advance();
         wait(memory.value_free(v.stage), v.parity);
-        load_keys(a.v, memory.values(v.stage), memory.value_full(v.stage), place, first_key);
+        load_keys(a.v, memory.values(v.stage), memory.value_full(v.stage), place, tile_place);
         v.advance();
       }
     }
   }
 
-  /// Turns key_mask into bits beside each stage of K, and overwrites the values of excluded keys with zeros. Bytes of a
-  /// tile are asked for while the tile before it is worked on.
-  __device__ __forceinline__ void mask_keys(int lane) const {
-    Ring<S::kStages> k{0, 1}, v;
+  /// Turns key_mask into bits beside each stage of K, and overwrites excluded keys and their values with zeros. Bytes
+  /// of a tile are asked for while the tile before it is worked on.
+  __device__ __forceinline__ void mask_keys() const {
+    Ring<S::kStages> k, v;
+    const auto clean = [&](const TileBits<S>& bits, bool clears, std::uint32_t full, std::uint32_t parity,
+                           std::uint32_t place, std::uint32_t clean) {
+      wait(full, parity);
+      if (clears && !bits.all()) {
+        bits.clear_excluded(place, lane);
+        fence_shared();
+        __syncwarp();
+      }
+      if (lane == 0) arrive(clean);
+    };
     Ring<kTaskSlots> ready;
     const auto mask_tiles = [&](const auto& task, auto next_key) {
+      if (!task.masked) {
+        for (int tiles = task.tiles; tiles > 0; --tiles) k.advance(), v.advance();
+        return;
+      }
       const MaskedKeys keys(a.base, task);
       typename TileBits<S>::Bytes bytes(keys, next_key(), lane);
 #pragma unroll 1
       for (int tiles = task.tiles; tiles > 0; --tiles) {
         const TileBits<S> bits(bytes);
         if (tiles > 1) bytes = typename TileBits<S>::Bytes(keys, next_key(), lane);
-        wait(memory.key_free(k.stage), k.parity);
-        if (lane == 0) {
-          store_words(memory.key_bits(k.stage), bits.word);
-          arrive(memory.key_full(k.stage));
-        }
+        wait(memory.key_full(k.stage), k.parity);
+        if (lane == 0) store_words(memory.key_bits(k.stage), bits.word);
+        clean(bits, S::kClearsKeys, memory.key_full(k.stage), k.parity, memory.keys(k.stage),
+              memory.key_clean(k.stage));
         k.advance();
-        wait(memory.value_full(v.stage), v.parity);
-        if (!bits.all()) {
-          bits.clear_excluded(memory.values(v.stage), lane);
-          fence_shared();
-          __syncwarp();
-        }
-        if (lane == 0) arrive(memory.value_clean(v.stage));
+        clean(bits, true, memory.value_full(v.stage), v.parity, memory.values(v.stage), memory.value_clean(v.stage));
         v.advance();
       }
     };
@@ -237,15 +254,17 @@ struct Loader {
       const typename S::Item* const task = tasks[ready.stage];
       if (task[0].tiles < 0) return;
       if constexpr (S::kLists) {
-        mask_tiles(task[0], [at = ListCursor<S>(task[0])]() mutable {
-          const int key = at.first_key();
+        mask_tiles(task[0], [at = Walk<S>(task[0], lane)]() mutable {
+          const int key = at.key_of_lane();
           at.advance();
           return key;
         });
       } else {
         for (int i = a.packed - 1; i >= 0; --i) {
           if (task[i].tiles == 0) continue;
-          mask_tiles(task[i], [tile = task[i].first_tile + task[i].tiles]() mutable { return --tile * S::kKeys; });
+          mask_tiles(task[i], [tile = task[i].first_tile + task[i].tiles, this]() mutable {
+            return --tile * S::kKeys + lane / 2 * 8 + lane % 2;
+          });
         }
       }
     }

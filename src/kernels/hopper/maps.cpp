@@ -19,7 +19,6 @@ namespace {
 constexpr int kCompute = 90;           // instructions of sm_90a run on 9.0 and on nothing else, newer or older
 constexpr int kOldestDriver = 12010;   // whose launches take more than 4 KB of parameters
 constexpr int kSharedBytes = 232'000;  // most of any shape
-constexpr std::int64_t kWidestWithMasks = 128;
 constexpr std::int64_t kMost = std::numeric_limits<int>::max();
 
 using Encode = PFN_cuTensorMapEncodeTiled_v12000;
@@ -39,17 +38,6 @@ Encode encoder() {
     return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
   }();
   return found;
-}
-
-/// Blocks are cut into tiles of keys of 64 or 128, and only shapes of narrow heads read lists.
-Verdict fits_masks(const Plan& plan) {
-  if (!has_masks(plan)) return yes();
-  if (smallest_block(plan) < kGroupRows)
-    return no("takes block masks of blocks of 64 and 128, here they are of {}", smallest_block(plan));
-  if (plan.problem().head_dim > kWidestWithMasks)
-    return no("takes block masks at head dims up to {}, here it is {}", kWidestWithMasks, plan.problem().head_dim);
-  if (plan.merges_branches()) return no("takes no block masks where branches share rows");
-  return yes();
 }
 
 }  // namespace
@@ -164,7 +152,6 @@ Verdict fits(const Plan& plan) {
     return no("multiplies 16-bit numbers, tensors are {}", name_of(problem.dtype));
   if (problem.alignment < 16)
     return no("loads rows by TMA: addresses and strides must be multiples of 16 bytes, here of {}", problem.alignment);
-  if (Verdict verdict = fits_masks(plan); !verdict.ok) return verdict;
   if (problem.has_pieces) return no("takes keys in one piece");
   if (problem.query_rows > kMost) return no("counts rows in 32 bits, there are {}", problem.query_rows);
   int maps = 0;

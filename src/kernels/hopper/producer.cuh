@@ -82,20 +82,20 @@ struct Producer {
   __device__ __forceinline__ void run(int warp) const {
     constexpr bool kSecondLoads = S::kMerges || S::kSplitsLoads;
     const int lane = threadIdx.x % kWarpThreads;
-    const Loader<S> loader{a, memory, tasks, notes};
+    const Loader<S> loader{a, memory, tasks, notes, lane};
     const Scheduler<S> scheduler{a, memory, tasks, stream};
     const bool masks = S::kExtras && a.base.rules.key_mask;
     const unsigned first_fill = kSecondLoads ? 3 : 2, fill_warps = (masks ? 3 : 4) - first_fill;
     if (warp == 0) {
-      if (lane == 0) loader.load();
+      if (lane == 0 || S::kParts) loader.load();
     } else if (warp == 1) {
       scheduler.run(lane);
       if (S::kStreams > 1 || fill_warps == 0) fill_rows(scheduler.worker(), scheduler.workers());  // nobody else does
     } else if (masks && warp == 3) {
-      if constexpr (S::kExtras) loader.mask_keys(lane);
+      if constexpr (S::kExtras) loader.mask_keys();
     } else if (S::kSplitsLoads && warp == 2) {
       if constexpr (S::kSplitsLoads) {
-        if (lane == 0) loader.load_listed_values();
+        if (lane == 0 || S::kParts) loader.load_listed_values();
       }
     } else if (S::kMerges && warp == 2) {
       if constexpr (S::kMerges) SharedRows<S>{a, memory, tasks, shares}.run(lane);

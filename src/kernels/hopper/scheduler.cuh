@@ -41,6 +41,10 @@ struct Scheduler {
     return take(lane) + (S::kMerges ? 0 : workers());
   }
 
+  /// Whether the place at `index` is the first of its tile.
+  __device__ __forceinline__ static bool is_first_part(const cuda::BlockPlace* place, int index) {
+    return index == 0 || place[-1].tile != place->tile;
+  }
   /// Fills in the task of an item; an empty one if it has no rows (strands differ in length, items are counted for the
   /// longest). One thread does this; most of its time goes into divisions.
   __device__ __forceinline__ void describe(unsigned flat, typename S::Item& task) const {
@@ -53,10 +57,13 @@ struct Scheduler {
     const cuda::StrandQueries queries =
         a.whole ? cuda::StrandQueries{0, strand.count, strand.start} : a.base.schedule.ranges[item.range].of(strand);
     // Tiles of a branch with a block mask lie on the strand's grid: the first may begin before the range.
-    const bool masked = S::kLists && a.base.schedule.lists[item.branch].places;
-    const int before = item.tile * S::kRows - (masked ? queries.begin : 0);
+    const cuda::BlockLists& lists = a.base.schedule.lists[item.branch];
+    const bool masked = S::kLists && lists.places;
+    const cuda::BlockPlace* const place = masked ? &lists.place(item.entry, item.head, item.tile) : nullptr;
+    const int tile = masked ? place->tile : item.tile;
+    const int before = tile * S::kRows - (masked ? queries.begin : 0);
     const int rows = min(S::kRows, queries.count - before), first_row = S::kLists ? max(0, -before) : 0;
-    if (rows <= first_row) {
+    if (rows <= first_row || tile < 0) {  // heads differ in how many parts their lists have
       if constexpr (S::kMerges) atomicAdd(a.finished(item.branch, item.range, item.entry, item.head), 1u);
       return;
     }
@@ -65,7 +72,15 @@ struct Scheduler {
     task.tiles = (last_key + S::kKeys - 1) / S::kKeys;
     if constexpr (S::kLists) {
       task.first_row = first_row;
-      if (masked) task.tiles = find_list<S>(a.base.schedule.lists[item.branch], item, strand.count, task);
+      if (masked) {
+        task.tiles = find_list<S>(lists, *place, strand.count, task);
+        task.cut = place->slot > 0;
+        task.slot = a.first_slot[item.branch] + place->slot - 1 +
+                    ((static_cast<std::int64_t>(item.entry) * branch.segments(a.base.tensors.tokens) + item.segment) *
+                         a.base.tensors.heads +
+                     item.head) *
+                        a.slots[item.branch];
+      }
     }
     task.keys = strand.count;
     task.first_query = first;
@@ -88,10 +103,13 @@ struct Scheduler {
     task.length = length;
     task.position = strand.start + first * strand.stride;
     task.padding = branch.padding(strand.count, length, a.base.rules.causal);
-    if constexpr (S::kExtras)
+    if constexpr (S::kLists) task.padding = task.cut && !is_first_part(place, item.tile) ? 0 : task.padding;
+    if constexpr (S::kExtras) {
+      task.masked = a.base.rules.key_mask != nullptr;
       task.slope = a.base.rules.alibi
                        ? a.base.rules.alibi[item.head * a.base.rules.alibi_head] * (cuda::kLog2E * strand.stride)
                        : 0.0f;
+    }
   }
   /// Leaves out the tiles before the first and after the last key that key_mask allows, by a warp. One tile remains.
   __device__ __forceinline__ void trim(typename S::Item& task, int lane) const {
@@ -99,11 +117,14 @@ struct Scheduler {
     const int count = task.keys, rows = task.first_query + task.rows;
     if (task.tiles == 0) return;
     const int end = keys.end_of_allowed(lane), first = end > 0 ? keys.first_allowed(lane) : 0;
+    // Padding at the end: what is left is as without a mask. Items that share a tile have to be alike.
+    const bool whole = a.packed == 1 && first % S::kKeys == 0 && end > 0 && keys.all_allowed(first, end, lane);
     if (lane == 0) {
       const int end_tile = max(1, ((a.base.rules.causal ? min(end, rows) : end) + S::kKeys - 1) / S::kKeys);
       task.keys = end;
       task.first_tile = min(first / S::kKeys, end_tile - 1);
       task.tiles = end_tile - task.first_tile;
+      task.masked = !whole;
     }
   }
   /// Finds work from `item` on: one item of the table, or several whose strands are short, described by a thread each.

@@ -12,22 +12,34 @@ namespace longspan::hopper {
 using cuda::kWarpThreads;
 
 inline constexpr int kTaskSlots = 4;
+inline constexpr int kPartRows = 16;
+
+/// What a producer notes on a tile of keys in parts (lists.cuh).
+struct PartsOfTile {
+  int words[8];
+};
 
 /// kMerges: several branches may share rows, which are then handed from one to the next.
 /// kStreams: items that a block works on side by side, each with groups and shared memory of its own.
 /// kLists: keys are those that lists of a block mask name (lists.cuh). kPasses: the groups of an item have blocks of
 /// their own, and hand on those that only others see.
-/// kExtras: key_mask, ALiBi, scales that are not positive, dropout (extras.cuh), as the call says.
+/// kExtras: key_mask, ALiBi, scales that are not positive (extras.cuh), as the call says. kDrops: dropout, too.
+/// kParts: tiles of keys are parts of 16 rows, each of a block of its own (lists.cuh).
 template <class T, bool kMergesValue, int kColumnsValue, int kGroupsValue, int kKeysValue, int kStagesValue,
-          int kStreamsValue = 1, bool kListsValue = false, bool kPassesValue = false, bool kExtrasValue = false>
+          int kStreamsValue = 1, bool kListsValue = false, bool kPassesValue = false, bool kExtrasValue = false,
+          bool kDropsValue = false, bool kPartsValue = false>
 struct Shape {
   using Element = T;
   static constexpr bool kMerges = kMergesValue;
   static constexpr int kColumns = kColumnsValue, kGroups = kGroupsValue, kKeys = kKeysValue, kStages = kStagesValue;
   static constexpr int kStreams = kStreamsValue, kAllGroups = kGroups * kStreams;
-  static constexpr bool kLists = kListsValue, kPasses = kPassesValue, kExtras = kExtrasValue;
+  static constexpr bool kLists = kListsValue, kPasses = kPassesValue, kExtras = kExtrasValue, kDrops = kDropsValue;
+  static constexpr bool kParts = kPartsValue;
+  // Whether rows of K that key_mask excludes become zeros, so that sums know what they are (extras.cuh). Wider heads
+  // have longer rows and fewer scores; dropout and parts leave no registers for it.
+  static constexpr bool kClearsKeys = kExtras && kColumns <= 64 && !kDrops && !kParts;
   // Lists: a warp loads Q and K, another V, where streams leave one; what they keep takes registers from the consumers.
-  static constexpr bool kSplitsLoads = kLists && kStreams == 1;
+  static constexpr bool kSplitsLoads = kLists && kStreams == 1 && !kMerges;
   static constexpr int kRows = kGroupRows * kGroups, kThreads = kGroupThreads * (kAllGroups + 1);
   static constexpr int kQuerySlots = kGroups == 4 && !kMerges ? 3 : 2;  // short strands need Q early
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
@@ -51,7 +63,7 @@ struct Shape {
   using PlainItem = std::conditional_t<kLists, ListTask, Task>;
   using Item = std::conditional_t<kExtras, ExtrasTask<PlainItem>, PlainItem>;
   using Tasks = Item[kTaskSlots][kMerges || kLists ? 1 : kGroups];
-  using Notes = int[kLists ? kStages : 1];
+  using Notes = std::conditional_t<kParts, PartsOfTile, int>[kLists ? kStages : 1];
   /// How rows of an item are shared between branches: maximum and sum that earlier ones left, and whether there are
   /// earlier (1) and later ones (2).
   struct Shares {
@@ -66,7 +78,7 @@ struct Memory {
   static constexpr std::uint32_t kZeros = S::kHasZeros ? kGroupRows * 128 : 0;
   static constexpr std::uint32_t kState = S::kHoldsState ? S::kRows * S::kStateRow : 0;
   static constexpr std::uint32_t kBarriers =
-      8 * (2 * S::kQuerySlots + (S::kExtras ? 5 : 4) * S::kStages + 3 * kTaskSlots);
+      8 * (2 * S::kQuerySlots + (S::kExtras ? 6 : 4) * S::kStages + 3 * kTaskSlots);
   static constexpr std::uint32_t kBits = S::kExtras ? 16 * S::kStages : 0;
   static constexpr std::uint32_t kUsed =
       S::kQuerySlots * S::kQueryBytes + 2 * S::kStages * S::kKeyBytes + kZeros + kState + kBits + kBarriers;
@@ -106,9 +118,12 @@ struct Memory {
   __device__ __forceinline__ std::uint32_t key_free(std::uint32_t stage) const { return ring(1, stage); }
   __device__ __forceinline__ std::uint32_t value_full(std::uint32_t stage) const { return ring(2, stage); }
   __device__ __forceinline__ std::uint32_t value_free(std::uint32_t stage) const { return ring(3, stage); }
-  /// Where key_mask excludes keys: a stage of V is loaded, and zero where it does.
+  /// Where key_mask excludes keys: a stage of V or K is loaded, and zero where it does; K's bits are known.
   __device__ __forceinline__ std::uint32_t value_clean(std::uint32_t stage) const {
     return ring(4, 3 * kTaskSlots + stage);
+  }
+  __device__ __forceinline__ std::uint32_t key_clean(std::uint32_t stage) const {
+    return ring(5, 3 * kTaskSlots + stage);
   }
 };
 

@@ -15,7 +15,7 @@ struct SharedRows {
   /// Whether earlier (1) and later (2) branches cover rows of a task: two bits for each of a thread's, which are every
   /// 32nd. They are equal steps apart, so that only the first needs divisions; those that all threads need are done by
   /// one of them for each branch.
-  __device__ __forceinline__ unsigned other_branches(const Task& task, int lane) const {
+  __device__ __forceinline__ unsigned other_branches(const typename S::Item& task, int lane) const {
     static_assert(cuda::kMaxBranches <= kWarpThreads);
     const unsigned step = static_cast<unsigned>(kWarpThreads) * task.stride;
     const cuda::DeviceBranch& mine = a.base.schedule.branches[min(lane, a.base.schedule.branch_count - 1)];
@@ -44,7 +44,12 @@ struct SharedRows {
       }
     }
     const int own_rows = max((task.rows - lane + kWarpThreads - 1) / kWarpThreads, 0);
-    return others & ((1u << 2 * own_rows) - 1);
+    others &= (1u << 2 * own_rows) - 1;
+    if constexpr (S::kLists) {  // rows before the query range
+      const int before = max((task.first_row - lane + kWarpThreads - 1) / kWarpThreads, 0);
+      others &= ~0u << 2 * before;
+    }
+    return others;
   }
   /// Waits until the earlier branches of a task's rows are done; each thread waits for one of them.
   __device__ __forceinline__ void await_earlier(const Task& task, int lane) const {
@@ -65,7 +70,7 @@ struct SharedRows {
     for (std::uint32_t number = 0;; ++number) {
       const std::uint32_t slot = number % kTaskSlots, full = memory.state_full(slot);
       wait(memory.task_full(slot), number / kTaskSlots & 1);
-      const Task& task = tasks[slot][0];
+      const typename S::Item& task = tasks[slot][0];
       if (task.tiles < 0) return;
       const unsigned others = other_branches(task, lane);
       int count = 0;

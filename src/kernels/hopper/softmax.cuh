@@ -21,52 +21,88 @@ __device__ __forceinline__ float finite(float largest) { return largest == -LONG
 
 template <int kKeys>
 struct Softmax {
-  float largest[2], sum[2];  // of scores in base 2; of weights, a thread's own until finish
+  // Of weights, a thread's own until finish; what is added to scores in base 2, the maximum's negative; beyond which
+  // score the maximum is raised.
+  float sum[2], shift[2], limit[2];
+  float found[2];  // the maxima, from finish on
 
   __device__ __forceinline__ void begin() {
-    largest[0] = largest[1] = -LONGSPAN_INFINITY;
-    sum[0] = sum[1] = 0.0f;
-  }
-  /// Raises the maxima of rows that grew too far. Returns whether any of the warp's did; `correction` is 1 for others.
-  __device__ __forceinline__ bool raise(const float (&scores)[kKeys / 2], float factor, float (&correction)[2]) {
-    float even[2] = {fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])};
-    float odd[2] = {fmaxf(scores[4], scores[5]), fmaxf(scores[6], scores[7])};
-#pragma unroll
-    for (int j = 8; j < kKeys / 2; j += 8) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        even[half] = fmaxf(even[half], fmaxf(scores[j + 2 * half], scores[j + 2 * half + 1]));
-        odd[half] = fmaxf(odd[half], fmaxf(scores[j + 2 * half + 4], scores[j + 2 * half + 5]));
-      }
-    }
-    float top[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      top[half] = fmaxf(even[half], odd[half]);
-      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
-      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2)) * factor;
+      sum[half] = 0.0f;
+      set_largest(half, -LONGSPAN_INFINITY);
     }
-    const bool grew[2] = {top[0] > largest[0] + kSlack, top[1] > largest[1] + kSlack};
-    const bool any = __any_sync(~0u, grew[0] || grew[1]);
+  }
+  /// The maximum of scores in base 2.
+  __device__ __forceinline__ float largest(int half) const {
+    const float grow = limit[half] != -LONGSPAN_INFINITY ? 1.0f : kGrow;
+    return grow != 1.0f && shift[half] == 0.0f ? -LONGSPAN_INFINITY : -shift[half] * grow * grow;
+  }
+  /// The largest scores of a thread's rows in columns [kBegin, kEnd) of the tile.
+  template <int kBegin = 0, int kEnd = kKeys>
+  __device__ __forceinline__ static void find_top(const float (&scores)[kKeys / 2], float (&top)[2]) {
+    constexpr int kFirst = kBegin / 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = fmaxf(scores[kFirst + 2 * half], scores[kFirst + 2 * half + 1]);
+      float odd = fmaxf(scores[kFirst + 2 * half + 4], scores[kFirst + 2 * half + 5]);
+#pragma unroll
+      for (int j = kFirst + 8 + 2 * half; j < kEnd / 2; j += 8) {
+        even = fmaxf(even, fmaxf(scores[j], scores[j + 1]));
+        odd = fmaxf(odd, fmaxf(scores[j + 4], scores[j + 5]));
+      }
+      top[half] = fmaxf(even, odd);
+    }
+  }
+  /// The same of whole rows, which four threads have together.
+  __device__ __forceinline__ static void share_top(float (&top)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
+    }
+  }
+  /// Raises the maxima of rows that grew too far. Returns whether any of the warp's did; `correction` is 1 for others.
+  __device__ __forceinline__ bool raise(float (&scores)[kKeys / 2], float factor, float (&correction)[2]) {
+    float top[2];
+    find_top(scores, top);
+    share_top(top);
+    top[0] *= factor, top[1] *= factor;
+    return raise(scores, factor, top, correction, [] {});
+  }
+  /// The same for rows of which the largest score in base 2 is known. `prepare` may change both where one grew.
+  template <class Prepare>
+  __device__ __forceinline__ bool raise(float (&scores)[kKeys / 2], float factor, const float (&top)[2],
+                                        float (&correction)[2], const Prepare& prepare) {
+    const bool any = __any_sync(~0u, top[0] > limit[0] || top[1] > limit[1]);
     if (any) {
+      prepare();
+      bool large = false;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float next = grew[half] ? top[half] : largest[half];
-        correction[half] = fast_exp2(largest[half] - finite(next));
-        largest[half] = next;
+        const float before = largest(half), next = top[half] > before + kSlack ? top[half] : before;
+        correction[half] = fast_exp2(before - finite(next));
+        set_largest(half, next);
         sum[half] *= correction[half];
+        large |= is_large(half);
       }
+      if (__builtin_expect(__any_sync(~0u, large), 0)) subtract_large(scores, factor);
     }
     return any;
   }
+  /// Whether scores of a row had its maximum subtracted from them before exponentiate.
+  __device__ __forceinline__ bool is_large(int half) const { return fabsf(finite(largest(half))) > kLarge; }
   /// scores become weights, exp2(score * factor - maximum), and are summed.
   __device__ __forceinline__ void exponentiate(float (&scores)[kKeys / 2], float factor) {
-    float shift[2] = {-finite(largest[0]), -finite(largest[1])};
-    if (__any_sync(~0u, fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kLarge)) subtract_large(scores, factor, shift);
+    exponentiate(scores, factor, [&](int j) { return shift[j / 2 % 2]; });
+  }
+  /// The same with something else to be added to each score in base 2.
+  template <class Shift>
+  __device__ __forceinline__ void exponentiate(float (&scores)[kKeys / 2], float factor, const Shift& shift_of) {
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < kKeys / 2; ++j) {
-      scores[j] = fast_exp2(fmaf(scores[j], factor, shift[j / 2 % 2]));
+      scores[j] = fast_exp2(fmaf(scores[j], factor, shift_of(j)));
       part[j % 4] += scores[j];
     }
     sum[0] += part[0] + part[1];
@@ -76,32 +112,38 @@ struct Softmax {
   __device__ __forceinline__ void finish(int padding, float (&correction)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      found[half] = largest(half);
       sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
       sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
       correction[half] = 1.0f;
       if (padding > 0) {
-        const float next = fmaxf(largest[half], 0.0f);
-        correction[half] = fast_exp2(largest[half] - next);
-        largest[half] = next;
+        const float next = fmaxf(found[half], 0.0f);
+        correction[half] = fast_exp2(found[half] - next);
+        found[half] = next;
         sum[half] = fmaf(static_cast<float>(padding), fast_exp2(-next), sum[half] * correction[half]);
       }
     }
   }
   __device__ __forceinline__ float lse(int half) const {
-    return sum[half] == 0.0f ? -LONGSPAN_INFINITY : (finite(largest[half]) + __log2f(sum[half])) * cuda::kLn2;
+    return sum[half] == 0.0f ? -LONGSPAN_INFINITY : (finite(found[half]) + __log2f(sum[half])) * cuda::kLn2;
   }
 
  private:
-  /// Subtracts the maxima that are large; exponentiate has none to subtract from those rows then.
-  __device__ __forceinline__ void subtract_large(float (&scores)[kKeys / 2], float factor, float (&shift)[2]) const {
-    const float unit = 1.0f / factor;
-    const bool large[2] = {fabsf(shift[0]) > kLarge, fabsf(shift[1]) > kLarge};
+  // Rows with large maxima never have a limit, so that `raise` sees their scores and takes the maximum off. What
+  // exponentiate then still adds is the maximum times 2^-140: too little to count, and where the maximum is kept.
+  static constexpr float kGrow = 0x1p70f, kShrink = 0x1p-70f;
+  __device__ __forceinline__ void set_largest(int half, float value) {
+    const bool large = fabsf(finite(value)) > kLarge;
+    const float shrink = large ? kShrink : 1.0f;
+    shift[half] = -finite(value) * shrink * shrink;
+    limit[half] = large ? -LONGSPAN_INFINITY : value + kSlack;
+  }
+  __device__ __forceinline__ void subtract_large(float (&scores)[kKeys / 2], float factor) const {
+    const float unit = 1.0f / factor, most[2] = {largest(0), largest(1)};
+    const bool large[2] = {is_large(0), is_large(1)};
 #pragma unroll
     for (int j = 0; j < kKeys / 2; ++j)
-      if (large[j / 2 % 2]) scores[j] = (__fmul_rn(scores[j], factor) + shift[j / 2 % 2]) * unit;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (large[half]) shift[half] = 0.0f;
+      if (large[j / 2 % 2]) scores[j] = (__fmul_rn(scores[j], factor) - most[j / 2 % 2]) * unit;
   }
 };
 
@@ -121,7 +163,7 @@ struct Totals {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      at(half) = sums.largest[half];
+      at(half) = sums.largest(half);
       at(2 + half) = sums.sum[half];
       sums.sum[half] = 0.0f;
     }
@@ -133,7 +175,7 @@ struct Totals {
   __device__ __forceinline__ void add_sums(Sums& sums) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor = fast_exp2(at(half) - finite(sums.largest[half]));
+      const float factor = fast_exp2(at(half) - finite(sums.largest(half)));
       at(half) = factor;
       sums.sum[half] = fmaf(at(2 + half), factor, sums.sum[half]);
     }

@@ -16,6 +16,10 @@ template <class T, int kColumns>
 struct Product;
 
 // clang-format off
+#define LONGSPAN_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define LONGSPAN_SUMS_16(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
 #define LONGSPAN_NAMES_24 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
 #define LONGSPAN_SUMS_24(d) \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
@@ -78,6 +82,7 @@ struct Product;
 #define LONGSPAN_PRODUCTS(COLUMNS, COUNT, ...)                                   \
   LONGSPAN_PRODUCT(__nv_bfloat16, "bf16", COLUMNS, COUNT, __VA_ARGS__)           \
   LONGSPAN_PRODUCT(__half, "f16", COLUMNS, COUNT, __VA_ARGS__)
+LONGSPAN_PRODUCTS(32, 16, 16, 17, 18, 19, 20, 21)
 LONGSPAN_PRODUCTS(48, 24, 24, 25, 26, 27, 28, 29)
 LONGSPAN_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37)
 LONGSPAN_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45)

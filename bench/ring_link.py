@@ -2,6 +2,7 @@
 """Predictions of `longspan plan --link` against local rings whose link is imitated, and predicted scaling.
 
     python bench/ring_link.py --longspan build/release/longspan measure [--device cpu|cuda]
+    python bench/ring_link.py --longspan build/release/longspan predict [--device cpu|cuda]     the measured rings again
     python bench/ring_link.py --longspan build/release/longspan scaling
 
 Writes bench/results/ring_link_DEVICE.json and ring_scaling.json (or the same names in --results).
@@ -20,10 +21,10 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 CPU_SHAPES = [
-    ("131,072 tokens, 3 branches", ["--tokens", "131072", "--heads", "4", "--head-dim", "64", "--assign", "all",
-                                    "--segments", "2048,32768,131072", "--dilations", "1,16,64"]),
-    ("65,536 tokens, a dense far branch", ["--tokens", "65536", "--heads", "4", "--head-dim", "64", "--assign", "all",
-                                           "--segments", "2048,65536", "--dilations", "1,8"]),
+    ("32,768 tokens, 3 branches", ["--tokens", "32768", "--heads", "4", "--head-dim", "64", "--assign", "all",
+                                   "--segments", "2048,8192,32768", "--dilations", "1,4,16"]),
+    ("16,384 tokens, head groups", ["--tokens", "16384", "--heads", "8", "--head-dim", "64",
+                                    "--segments", "2048,16384", "--dilations", "1,4"]),
 ]  # fmt: skip
 GPU_SHAPES = [
     ("131,072 tokens, 3 branches", ["--tokens", "131072", "--heads", "8", "--head-dim", "64", "--dtype", "bf16",
@@ -32,7 +33,7 @@ GPU_SHAPES = [
                                        "--segments", ",".join(str(2048 << i) for i in range(10)),
                                        "--dilations", ",".join(str(1 << i) for i in range(10))]),
 ]  # fmt: skip
-LINKS = [("50GB/s", "5us"), ("1GB/s", "10us"), ("200MB/s", "100us"), ("50MB/s", "1ms")]
+LINKS = [("50GB/s", "5us"), ("1GB/s", "10us"), ("100MB/s", "100us"), ("25MB/s", "1ms")]
 
 
 def run(command: list[str]) -> dict:
@@ -47,7 +48,7 @@ def passes(longspan: str, arguments: list[str]) -> tuple[float, float]:
     return max(one["seconds"] for one in ranks), max(one["backward"]["seconds"] for one in ranks)
 
 
-def reached(prediction: dict, totals: dict, seconds: tuple[float, float]) -> str:
+def reached(prediction: dict, totals: dict, seconds: list[float]) -> str:
     """--rate of a device that takes these seconds alone."""
     rates = []
     for which, measured in zip(("forward", "backward"), seconds):
@@ -58,36 +59,47 @@ def reached(prediction: dict, totals: dict, seconds: tuple[float, float]) -> str
 
 
 def measure(longspan: str, device: str, repeats: int) -> None:
-    rows = []
-    ring_device, model = (["--device", "cuda"], ["--device", "h200"]) if device == "cuda" else ([], ["--device", "cpu"])
+    rows: list[dict] = []
+    on_device = ["--device", "cuda"] if device == "cuda" else []
     for name, shape in GPU_SHAPES if device == "cuda" else CPU_SHAPES:
         for ranks in (2, 4, 8):
-            for link, latency in LINKS:
-                over = ["--ranks", str(ranks), "--link", link, "--latency", latency]
-                alone, ring = [], []
-                for _ in range(repeats):
-                    alone.append(passes(longspan, ["--ranks", "1", "--repeat", "3", *shape, *ring_device]))
-                    ring.append(passes(longspan, ["--repeat", "3", *over, *shape, *ring_device]))
-                one = tuple(statistics.median(times) for times in zip(*alone))
-                found = tuple(statistics.median(times) for times in zip(*ring))
-                plan = [longspan, "plan", "--json", *over, "--ranks-per-device", str(ranks), *shape, *model]
-                told = run(plan)
-                calibrated = run([*plan, "--rate", reached(told["ring"]["prediction"], told["totals"], one)])["ring"]["prediction"]
-                step = sum(found)
-                row = {
-                    "shape": name, "ranks": ranks, "link": link, "latency": latency, "one_device_seconds": one,
-                    "measured_forward_seconds": found[0], "measured_backward_seconds": found[1],
-                    "predicted_forward_seconds": calibrated["forward_seconds"],
-                    "predicted_backward_seconds": calibrated["backward_seconds"],
-                    "predicted_waiting_seconds": max(
-                        one["forward"]["waiting_seconds"] + one["backward"]["waiting_seconds"] for one in calibrated["per_rank"]),
-                    "ratio": calibrated["step_seconds"] / step,
-                }  # fmt: skip
-                rows.append(row)
-                print(f"{name:36} {ranks} ranks, {link:>8}: measured {found[0] * 1e3:8.2f} + {found[1] * 1e3:8.2f} ms, predicted "
-                      f"{row['predicted_forward_seconds'] * 1e3:8.2f} + {row['predicted_backward_seconds'] * 1e3:8.2f}, "
-                      f"ratio {row['ratio']:.3f}", flush=True)  # fmt: skip
-    write(f"ring_link_{device}", longspan, {"device": device, "cpus": os.cpu_count(), "repeats": repeats, "results": rows})
+            alone: list[tuple[float, float]] = []
+            rings: list[list[tuple[float, float]]] = [[] for _ in LINKS]
+            one_rank = ["--ranks", "1", "--repeat", "5", *shape, *on_device]
+            for _ in range(repeats):
+                alone.append(passes(longspan, one_rank))
+                for times, (link, latency) in zip(rings, LINKS):
+                    over = ["--ranks", str(ranks), "--link", link, "--latency", latency]
+                    times.append(passes(longspan, ["--repeat", "5", *over, *shape, *on_device]))
+                alone.append(passes(longspan, one_rank))
+            one = [statistics.median(times) for times in zip(*alone)]
+            for (link, latency), times in zip(LINKS, rings):
+                forward, backward = (statistics.median(of_pass) for of_pass in zip(*times))
+                rows.append({"shape": name, "ranks": ranks, "link": link, "latency": latency, "one_device_seconds": one,
+                             "measured_forward_seconds": forward, "measured_backward_seconds": backward})  # fmt: skip
+            write(f"ring_link_{device}", longspan, {"device": device, "cpus": os.cpu_count(), "repeats": repeats, "results": rows})
+    predict(longspan, device)
+
+
+def predict(longspan: str, device: str) -> None:
+    """What the model says of the rings that were measured, with the rates of the one device measured beside them."""
+    report = json.loads((RESULTS / f"ring_link_{device}.json").read_text())
+    shapes = dict(GPU_SHAPES if device == "cuda" else CPU_SHAPES)
+    model = ["--device", "h200"] if device == "cuda" else ["--threads", str(report["cpus"])]
+    for row in report["results"]:
+        ranks = str(row["ranks"])
+        plan = [longspan, "plan", "--json", "--ranks", ranks, "--ranks-per-device", ranks, "--link", row["link"],
+                "--latency", row["latency"], *shapes[row["shape"]], *model]  # fmt: skip
+        told = run(plan)
+        found = run([*plan, "--rate", reached(told["ring"]["prediction"], told["totals"], row["one_device_seconds"])])["ring"]["prediction"]
+        measured = row["measured_forward_seconds"] + row["measured_backward_seconds"]
+        row.update({"predicted_forward_seconds": found["forward_seconds"], "predicted_backward_seconds": found["backward_seconds"],
+                    "ratio": found["step_seconds"] / measured})  # fmt: skip
+        milliseconds = [1e3 * value for value in (*row["one_device_seconds"], row["measured_forward_seconds"], row["measured_backward_seconds"],
+                                                  row["predicted_forward_seconds"], row["predicted_backward_seconds"])]  # fmt: skip
+        print("{:28} {} ranks, {:>8}: alone {:7.2f} + {:7.2f} ms, measured {:7.2f} + {:7.2f}, predicted {:7.2f} + {:7.2f}, ratio {:.3f}".format(
+            row["shape"], ranks, row["link"], *milliseconds, row["ratio"]))  # fmt: skip
+    write(f"ring_link_{device}", longspan, report)
 
 
 def scaling(longspan: str) -> None:
@@ -118,21 +130,23 @@ def scaling(longspan: str) -> None:
 
 def write(name: str, longspan: str, content: dict) -> None:
     commit = run([longspan, "info", "--json"])["commit"]
-    (RESULTS / f"{name}.json").write_text(json.dumps({"commit": commit, **content}, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({**content, "commit": commit}, indent=1) + "\n")
 
 
 def main() -> None:
     global RESULTS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("measure", "scaling"))
+    parser.add_argument("what", choices=("measure", "predict", "scaling"))
     parser.add_argument("--longspan", default="build/release/longspan")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     RESULTS = arguments.results
     if arguments.what == "scaling":
         scaling(arguments.longspan)
+    elif arguments.what == "predict":
+        predict(arguments.longspan, arguments.device)
     else:
         measure(arguments.longspan, arguments.device, arguments.repeats)
 

@@ -392,6 +392,17 @@ def choosing_table(name: str) -> list[str]:
     return lines
 
 
+def ring_link_table() -> list[str]:
+    lines = ["| 16 cores, ms | ranks | link | one process | measured | predicted | ratio |", "|---|---|---|---|---|---|---|"]
+    for row in result("ring_link_cpu")["results"]:
+        pairs = [row["one_device_seconds"]] + [
+            [row[f"{kind}_{which}_seconds"] for which in ("forward", "backward")] for kind in ("measured", "predicted")
+        ]
+        times = " | ".join(f"{1e3 * forward:.0f} + {1e3 * backward:.0f}" for forward, backward in pairs)
+        lines.append(f"| {row['shape']} | {row['ranks']} | {row['link']}, {row['latency']} | {times} | {row['ratio']:.2f} |")
+    return lines
+
+
 PAGES = {
     "docs/indexing.md": {
         "pick": lambda: indexing_table("indexing_h200", "pick_ms"), "pick both": lambda: indexing_table("indexing_h200", "pick_both_ms"),
@@ -410,7 +421,7 @@ PAGES = {
     },
     "docs/block_sparse.md": {"blocks": block_table, "small blocks": small_block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},
-    "docs/ring.md": {"ring scaling": ring_scaling_table},
+    "docs/ring.md": {"ring link": ring_link_table, "ring scaling": ring_scaling_table},
 }
 
 

@@ -24,9 +24,7 @@ Plan plan_of(const Pattern& pattern, std::int64_t tokens, bool causal = false, s
 }
 
 std::vector<Pattern> patterns() {
-  return {Pattern::dense(),
-          Pattern::dilated({64, 100, 2000}, {1, 3, 8}),
-          Pattern::longnet({48, 200, 5000}, {1, 4, 6}),
+  return {Pattern::dense(), Pattern::dilated({64, 100, 2000}, {1, 3, 8}), Pattern::longnet({48, 200, 5000}, {1, 4, 6}),
           Pattern::longnet({48, 200, 5000}, {1, 4, 6}, PhaseRule::torchscale),
           Pattern::block_sparse(BlockPattern::local_window(64))};
 }

@@ -15,8 +15,12 @@ constexpr int kMostRanks = 4096;
 constexpr const char* kLimits[] = {"compute", "messages", "link"};
 
 Json as_json(const PassPrediction& pass) {
-  return {{"seconds", pass.total},        {"compute_seconds", pass.compute},   {"hiding_seconds", pass.hiding},
-          {"message_seconds", pass.messages}, {"transfer_seconds", pass.transfer}, {"waiting_seconds", pass.waiting}};
+  return {{"seconds", pass.total},
+          {"compute_seconds", pass.compute},
+          {"hiding_seconds", pass.hiding},
+          {"message_seconds", pass.messages},
+          {"transfer_seconds", pass.transfer},
+          {"waiting_seconds", pass.waiting}};
 }
 
 Json as_json(const RankPrediction& rank) {
@@ -35,7 +39,8 @@ Json as_json(const RankPrediction& rank) {
 Json as_json(const PassRates& rates) {
   return {{"flops_per_second", rates.flops_per_second},
           {"row_bytes_per_second", rates.row_bytes_per_second},
-          {"call_seconds", rates.call_seconds}};
+          {"call_seconds", rates.call_seconds},
+          {"message_bytes_per_second", rates.message_bytes_per_second}};
 }
 
 Json as_json(const RingPrediction& prediction, const RingModel& model, const Plan& plan) {
@@ -43,31 +48,30 @@ Json as_json(const RingPrediction& prediction, const RingModel& model, const Pla
   for (const RankPrediction& rank : prediction.listed) ranks.push_back(as_json(rank));
   const Branch& branch = plan.pattern().branches()[prediction.limiting_branch];
   const std::int64_t segment = std::min(branch.segment, plan.problem().tokens);
-  return {{"device",
-           {{"name", model.device.name},
-            {"source", model.device.source},
-            {"measured", model.device.measured},
-            {"forward", as_json(model.device.forward)},
-            {"backward", as_json(model.device.backward)},
-            {"message_bytes_per_second", model.device.message_bytes_per_second}}},
-          {"link",
-           {{"bytes_per_second", model.link.bytes_per_second}, {"latency_seconds", model.link.latency_seconds}}},
-          {"ranks_per_device", model.ranks_per_device},
-          {"ranks_looked_at", prediction.listed.size()},
-          {"slowest_rank", prediction.listed[prediction.slowest].rank},
-          {"forward_seconds", prediction.forward_seconds},
-          {"backward_seconds", prediction.backward_seconds},
-          {"step_seconds", prediction.forward_seconds + prediction.backward_seconds},
-          {"one_device_forward_seconds", prediction.one_device_forward_seconds},
-          {"one_device_backward_seconds", prediction.one_device_backward_seconds},
-          {"efficiency", prediction.efficiency},
-          {"limit",
-           {{"by", kLimits[static_cast<std::size_t>(prediction.limit)]},
-            {"branch", prediction.limiting_branch},
-            {"segment", segment},
-            {"dilation", branch.dilation},
-            {"share", prediction.limiting_share}}},
-          {"per_rank", ranks}};
+  return {
+      {"device",
+       {{"name", model.device.name},
+        {"source", model.device.source},
+        {"measured", model.device.measured},
+        {"forward", as_json(model.device.forward)},
+        {"backward", as_json(model.device.backward)}}},
+      {"link", {{"bytes_per_second", model.link.bytes_per_second}, {"latency_seconds", model.link.latency_seconds}}},
+      {"ranks_per_device", model.ranks_per_device},
+      {"ranks_looked_at", prediction.listed.size()},
+      {"slowest_rank", prediction.listed[prediction.slowest].rank},
+      {"forward_seconds", prediction.forward_seconds},
+      {"backward_seconds", prediction.backward_seconds},
+      {"step_seconds", prediction.forward_seconds + prediction.backward_seconds},
+      {"one_device_forward_seconds", prediction.one_device_forward_seconds},
+      {"one_device_backward_seconds", prediction.one_device_backward_seconds},
+      {"efficiency", prediction.efficiency},
+      {"limit",
+       {{"by", kLimits[static_cast<std::size_t>(prediction.limit)]},
+        {"branch", prediction.limiting_branch},
+        {"segment", segment},
+        {"dilation", branch.dilation},
+        {"share", prediction.limiting_share}}},
+      {"per_rank", ranks}};
 }
 
 void print_exchanges(const Json& ring) {
@@ -86,10 +90,10 @@ void print_prediction(const Json& ring) {
   const Json& predicted = ring["prediction"];
   const Json& device = predicted["device"];
   const auto seconds = [](const Json& of, const char* key) { return short_duration(of[key].get<double>()); };
-  print("\na ring of {} on {} over {:.4g} GB/s with {} of latency, predicted\nrates: {}, {}\n", ring["ranks"].get<int>(),
-        device["name"].get<std::string>(), predicted["link"]["bytes_per_second"].get<double>() * 1e-9,
-        seconds(predicted["link"], "latency_seconds"), device["measured"].get<bool>() ? "measured" : "not measured",
-        device["source"].get<std::string>());
+  print("\na ring of {} on {} over {:.4g} GB/s with {} of latency, predicted\nrates: {}, {}\n",
+        ring["ranks"].get<int>(), device["name"].get<std::string>(),
+        predicted["link"]["bytes_per_second"].get<double>() * 1e-9, seconds(predicted["link"], "latency_seconds"),
+        device["measured"].get<bool>() ? "measured" : "not measured", device["source"].get<std::string>());
   Table table({{"rank", Align::left},
                {"rows"},
                {"messages"},
@@ -141,10 +145,13 @@ void print_prediction(const Json& ring) {
 
 void RingForecast::add_to(CLI::App& command) {
   command.add_option("--ranks", ranks_, "Also what the ranks of a ring would exchange")->type_name("COUNT");
-  command.add_option("--link", link_, "With --ranks: predict times over a network of this rate, such as 50GB/s or 400Gb/s")
+  command
+      .add_option("--link", link_, "With --ranks: predict times over a network of this rate, such as 50GB/s or 400Gb/s")
       ->type_name("RATE");
   command.add_option("--latency", latency_, "With --link: latency of a message, such as 5us")->type_name("TIME");
-  command.add_option("--rate", rate_, "With --link: what the device reaches instead, forward,backward: 560TFLOP/s,580TFLOP/s")
+  command
+      .add_option("--rate", rate_,
+                  "With --link: what the device reaches instead, forward,backward: 560TFLOP/s,580TFLOP/s")
       ->type_name("RATES");
   command.add_option("--ranks-per-device", ranks_per_device_, "With --link: ranks that share a device")
       ->type_name("COUNT");
@@ -176,13 +183,13 @@ RingModel RingForecast::model(const Plan& plan, const std::string& device) const
   if (!rate_.empty()) {
     const std::size_t comma = rate_.find(',');
     model.device.forward.flops_per_second = parse_flops("rate", rate_.substr(0, comma));
-    model.device.backward.flops_per_second =
-        comma == std::string::npos ? model.device.forward.flops_per_second : parse_flops("rate", rate_.substr(comma + 1));
+    model.device.backward.flops_per_second = comma == std::string::npos ? model.device.forward.flops_per_second
+                                                                        : parse_flops("rate", rate_.substr(comma + 1));
     model.device.source = fmt::format("FLOP/s as --rate says, all else from {}", model.device.source);
   }
   if (ranks_per_device_ < 1 || ranks_per_device_ > ranks_) {
-    throw InvalidArgument("ranks-per-device", fmt::format("--ranks-per-device is {}: give 1 to --ranks, {}",
-                                                          ranks_per_device_, ranks_));
+    throw InvalidArgument("ranks-per-device",
+                          fmt::format("--ranks-per-device is {}: give 1 to --ranks, {}", ranks_per_device_, ranks_));
   }
   model.ranks_per_device = ranks_per_device_;
   return model;
@@ -199,9 +206,9 @@ Json RingForecast::describe(const Plan& plan, const std::string& device) const {
   }
   const std::int64_t tokens = plan.problem().tokens;
   if (ranks_ > kMostRanks || (timed && ranks_ > tokens)) {
-    throw InvalidArgument("ranks", fmt::format("--ranks is {}: give at most {}{}", ranks_,
-                                               std::min<std::int64_t>(kMostRanks, tokens),
-                                               ranks_ > kMostRanks ? "" : ", one for each token"));
+    throw InvalidArgument(
+        "ranks", fmt::format("--ranks is {}: give at most {}{}", ranks_, std::min<std::int64_t>(kMostRanks, tokens),
+                             ranks_ > kMostRanks ? "" : ", one for each token"));
   }
   for (const BranchPlan& branch : plan.branches()) {
     if (branch.mask) branch.mask->make_lists(&interrupted());

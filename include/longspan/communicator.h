@@ -103,6 +103,12 @@ LONGSPAN_API std::shared_ptr<Communicator> mpi_ring();
 /// Whether this process was started by an MPI launcher. False where the library was built without MPI.
 LONGSPAN_API bool under_mpi();
 
+/// Ranks that are processes of one node, at most 64: rows travel through shared memory, those on a GPU through memory
+/// of it that processes map (CUDA IPC; several ranks may share a GPU). `name` is the ring's own, the same on all ranks,
+/// which call at the same time; who does not come by the deadline is a CommError.
+LONGSPAN_API std::shared_ptr<Communicator> node_ring(const std::string& name, int rank, int size,
+                                                     std::chrono::milliseconds deadline = std::chrono::seconds(60));
+
 /// What the ranks of one NCCL ring have in common. Made by one rank and given to the others by whatever they share.
 using NcclId = std::array<char, 128>;
 /// Throws Unsupported where NCCL is not found (libnccl.so.2, as the system finds libraries) or too old.

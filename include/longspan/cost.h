@@ -20,6 +20,7 @@ struct PassRates {
   double flops_per_second = 0;
   double row_bytes_per_second = 0;
   double call_seconds = 0;
+  double message_bytes_per_second = 0;  ///< packing, checking and adding up what a rank sends and receives
 };
 
 struct DeviceRates {
@@ -27,10 +28,9 @@ struct DeviceRates {
   std::string source{};   ///< the result files or the data sheet that the rates come from
   bool measured = false;  ///< whether the kernels were timed; false: a share of a data sheet's peak is assumed
   PassRates forward{}, backward{};
-  double message_bytes_per_second = 0;  ///< packing, checking and adding up what a rank sends and receives
-  double exchange_seconds = 0;          ///< of a rank for one exchange, and for each of its messages, whatever they move
+  double exchange_seconds = 0;  ///< of a rank for one exchange, and for each of its messages, whatever they move
   double message_seconds = 0;
-  double memory_bytes = 0;              ///< 0: not known
+  double memory_bytes = 0;  ///< 0: not known
 };
 
 /// Rates for one dtype and head_dim. "cpu" is as many cores as num_threads() says, of the CPU that was measured.
@@ -79,8 +79,9 @@ struct LinkRates {
   double latency_seconds = 0;
 };
 
-/// One pass of one rank, in seconds. It sends, computes what needs no remote row while messages travel, waits for what
-/// is still to come, and computes the rest; backward the other way round.
+/// One pass of one rank, in seconds. Forward it sends, computes what needs no remote row while messages travel, branch
+/// by branch, waits for what is still to come, and computes the rest. Backward rows that need remote ones come first;
+/// while their gradients travel back, rows that need none in any branch are computed.
 struct PassPrediction {
   double compute = 0;   ///< all of it
   double hiding = 0;    ///< the part that runs while messages travel

@@ -35,24 +35,34 @@ constexpr std::array kEntries = {
     Entry{"cpu", true, 64, true, {0.1018, 4.04, 20}, {0.1025, 2.49, 20}, "bench/results/cpu_vs_torch.json"},
     Entry{"cpu", false, 64, true, {0.2010, 2.82, 20}, {0.1875, 2.96, 20}, "bench/results/cpu_vs_torch.json"},
     // rates: end
-    Entry{"a100", false, 64, false, {156, 1000, 20}, {125, 500, 20},
+    Entry{"a100",
+          false,
+          64,
+          false,
+          {156, 1000, 20},
+          {125, 500, 20},
           "data sheet: 312 TFLOP/s, 2.0 TB/s; half of both assumed, 0.4 and a quarter backward"},
-    Entry{"a100", true, 64, false, {9.7, 1000, 20}, {7.8, 500, 20},
+    Entry{"a100",
+          true,
+          64,
+          false,
+          {9.7, 1000, 20},
+          {7.8, 500, 20},
           "data sheet: 19.5 TFLOP/s, 2.0 TB/s; half of both assumed, 0.4 and a quarter backward"},
 };
 
 struct Memory {
   std::string_view name;
-  double bytes, message_gigabytes, exchange_micros, message_micros;
+  double bytes, forward_message_gigabytes, backward_message_gigabytes, exchange_micros, message_micros;
 };
 constexpr std::array kMemories = {
-    Memory{"h200", 141e9, 1000, 60, 1},
-    Memory{"a100", 80e9, 500, 60, 1},
-    Memory{"cpu", 0, 1.0, 50, 5},
+    Memory{"h200", 141e9, 1000, 1000, 60, 1},
+    Memory{"a100", 80e9, 500, 500, 60, 1},
+    Memory{"cpu", 0, 4.0, 0.3, 50, 5},
 };
 
 PassRates scaled(const Rates& rates, double cores, double narrow) {
-  return {rates.teraflops * 1e12 * cores * narrow, rates.row_gigabytes * 1e9 * cores, rates.call_micros * 1e-6};
+  return {rates.teraflops * 1e12 * cores * narrow, rates.row_gigabytes * 1e9 * cores, rates.call_micros * 1e-6, 0};
 }
 
 }  // namespace
@@ -85,7 +95,8 @@ DeviceRates device_rates(std::string_view name, DType dtype, std::int64_t head_d
   rates.measured = best->measured;
   rates.forward = scaled(best->forward, cores, narrow);
   rates.backward = scaled(best->backward, cores, narrow);
-  rates.message_bytes_per_second = memory->message_gigabytes * 1e9 * cores;
+  rates.forward.message_bytes_per_second = memory->forward_message_gigabytes * 1e9 * cores;
+  rates.backward.message_bytes_per_second = memory->backward_message_gigabytes * 1e9 * cores;
   rates.exchange_seconds = memory->exchange_micros * 1e-6;
   rates.message_seconds = memory->message_micros * 1e-6;
   rates.memory_bytes = memory->bytes;

@@ -27,11 +27,17 @@ std::vector<int> ranks_to_list(int ranks, int most) {
   return {list.begin(), list.end()};
 }
 
-/// Queries of a rank, by branch, that run while its messages travel, as the ring cuts them: where branches are mixed a
-/// row goes through them in order, so a branch leaves a row for later once one before it has.
-std::vector<RowRanges> hiding_ranges(const Plan& plan, const ExchangePlan& exchange, std::span<const RowRange> own) {
+/// Queries of a rank, by branch, that run while its messages travel, as the ring cuts them: forward by branches (where
+/// they are mixed a row goes through them in order, so a branch leaves a row for later once one before it has),
+/// backward by rows.
+std::vector<RowRanges> hiding_ranges(const Plan& plan, const ExchangePlan& exchange, std::span<const RowRange> own,
+                                     Pass pass) {
   std::vector<RowRanges> hiding;
   RowRanges before(own.begin(), own.end());
+  if (pass == Pass::backward) {
+    for (const RowRanges& local : exchange.local_ranges()) before = common_rows(before, local);
+    return std::vector<RowRanges>(exchange.local_ranges().size(), before);
+  }
   for (const RowRanges& local : exchange.local_ranges()) {
     hiding.push_back(common_rows(before, local));
     if (plan.merges_branches()) before = hiding.back();
@@ -81,12 +87,11 @@ class Predictor {
     one.bytes_received = exchange.bytes_received();
     one.gradient_bytes_sent = exchange.receive_pairs() * exchange.gradient_bytes_per_pair();
     one.gradient_bytes_received = exchange.send_pairs() * exchange.gradient_bytes_per_pair();
-    const std::vector<RowRanges> hiding = hiding_ranges(plan_, exchange, own);
-    one.forward = computing(Pass::forward, own, hiding);
-    one.backward = computing(Pass::backward, own, hiding);
+    one.forward = computing(Pass::forward, own, hiding_ranges(plan_, exchange, own, Pass::forward));
+    one.backward = computing(Pass::backward, own, hiding_ranges(plan_, exchange, own, Pass::backward));
     const std::int64_t messages = one.messages_sent + one.messages_received;
-    add_messages(one.forward, messages, one.bytes_sent, one.bytes_received);
-    add_messages(one.backward, messages, one.gradient_bytes_sent, one.gradient_bytes_received);
+    add_messages(one.forward, model_.device.forward, messages, one.bytes_sent, one.bytes_received);
+    add_messages(one.backward, model_.device.backward, messages, one.gradient_bytes_sent, one.gradient_bytes_received);
     return one;
   }
 
@@ -125,10 +130,9 @@ class Predictor {
     double sum = 0, most = 0;
     for (std::size_t index = 0; index < plan_.branches().size(); ++index) {
       const std::span<const RowRange> own = shards_.ranges((computing ? slow : receiving).rank);
-      const double value = !computing
-                               ? branch_rows(plan_, plan_.branches()[index], own)
-                               : seconds_of(work_.of(index, own, Pass::forward), model_.device.forward) +
-                                     seconds_of(work_.of(index, own, Pass::backward), model_.device.backward);
+      const double value = !computing ? branch_rows(plan_, plan_.branches()[index], own)
+                                      : seconds_of(work_.of(index, own, Pass::forward), model_.device.forward) +
+                                            seconds_of(work_.of(index, own, Pass::backward), model_.device.backward);
       sum += value;
       if (value > most) prediction.limiting_branch = index;
       most = std::max(most, value);
@@ -153,11 +157,12 @@ class Predictor {
     return prediction;
   }
 
-  void add_messages(PassPrediction& pass, std::int64_t messages, std::int64_t sent, std::int64_t received) const {
+  void add_messages(PassPrediction& pass, const PassRates& rates, std::int64_t messages, std::int64_t sent,
+                    std::int64_t received) const {
     if (messages == 0) return;
     const double larger = static_cast<double>(std::max(sent, received));
     pass.transfer = larger / model_.link.bytes_per_second + model_.link.latency_seconds;
-    pass.messages = static_cast<double>(sent + received) / model_.device.message_bytes_per_second +
+    pass.messages = static_cast<double>(sent + received) / rates.message_bytes_per_second +
                     model_.device.exchange_seconds + static_cast<double>(messages) * model_.device.message_seconds;
   }
 
@@ -172,10 +177,10 @@ void check_model(const RingModel& model, const Shards& shards) {
     if (!(value > 0)) reject(what, "{} is {}: give a rate above 0", what, value);
   };
   above_zero("link", model.link.bytes_per_second);
-  above_zero("message_bytes_per_second", model.device.message_bytes_per_second);
   for (const PassRates& rates : {model.device.forward, model.device.backward}) {
     above_zero("flops_per_second", rates.flops_per_second);
     above_zero("row_bytes_per_second", rates.row_bytes_per_second);
+    above_zero("message_bytes_per_second", rates.message_bytes_per_second);
   }
   if (!(model.link.latency_seconds >= 0))
     reject("latency", "a latency of {} s: give 0 or more", model.link.latency_seconds);

@@ -67,8 +67,7 @@ Work WorkCounter::of(std::size_t index, std::span<const RowRange> queries, Pass 
   const double batch = static_cast<double>(problem.batch), head_dim = static_cast<double>(problem.head_dim);
   const bool forward = pass == Pass::forward;
   work.flops = batch * count.pairs * kept_[index] * head_dim * (forward ? 4 : 10);
-  work.row_bytes =
-      batch * count.rows * head_dim * static_cast<double>(size_of(problem.dtype)) * (forward ? 4 : 8);
+  work.row_bytes = batch * count.rows * head_dim * static_cast<double>(size_of(problem.dtype)) * (forward ? 4 : 8);
   return work;
 }
 

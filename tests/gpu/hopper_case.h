@@ -78,4 +78,35 @@ inline void expect_same_bits(const Case& c, int repeats) {
   }
 }
 
+/// Rows of a call's ranges have the bits that they have in a call of all rows.
+inline void expect_bits_of_all_rows(const Case& part) {
+  if (part.ranges.empty()) return;
+  Case whole(part.pattern, part.options, part.shape, part.dtype, part.layout);
+  whole.k = part.k, whole.v = part.v;
+  whole.key_mask = part.key_mask, whole.alibi_slopes = part.alibi_slopes;
+  whole.seed = part.seed;
+  const auto for_each = [&](const auto& visit) {
+    std::int64_t row = 0;
+    for (const RowRange& range : part.ranges) {
+      for (std::int64_t i = 0; i < range.count; ++i, ++row) {
+        for (std::int64_t head = 0; head < part.shape.heads; ++head) {
+          for (std::int64_t column = 0; column < part.shape.head_dim; ++column)
+            visit(row, range.start + i, head, column);
+        }
+      }
+    }
+  };
+  for_each([&](auto row, auto position, auto head, auto column) {
+    whole.q.set(0, position, head, column, part.q.at(0, row, head, column));
+  });
+  const Attention attention(part.pattern, part.options);
+  DeviceCase device(part), all(whole);
+  device.forward(attention, device.call());
+  all.forward(attention, all.call());
+  const Results &got = device.download(), &want = all.download();
+  for_each([&](auto row, auto position, auto head, auto column) {
+    ASSERT_EQ(got.out.at(0, row, head, column), want.out.at(0, position, head, column)) << "row " << row;
+  });
+}
+
 }  // namespace longspan::testing

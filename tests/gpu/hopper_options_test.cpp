@@ -27,6 +27,7 @@ std::vector<Setting> settings() {
           {"lengths", groups, {2, 1024, 3, 3, 64}, {777, 300}, {}},
           {"ranges", ragged, {1, 1599, 2, 2, 64}, {}, {{400, 500}, {1500, 99}}},
           {"ranges_d256", ragged, {1, 1500, 2, 2, 256}, {}, {{700, 300}, {1400, 99}}},
+          {"dense_ranges", Pattern::dense(), {1, 901, 2, 2, 64}, {}, {{30, 333}, {700, 100}}},
           {"slide", slide, {1, 801, 4, 4, 48}, {}, {}},
           {"slide_lengths", slide, {2, 701, 4, 4, 64}, {700, 77}, {}},
           {"slide_wide", slide, {1, 501, 4, 2, 128}, {}, {}},
@@ -111,6 +112,11 @@ TEST_P(HopperOptions, MatchTheReference) {
 TEST_P(HopperOptions, RepeatBitForBit) {
   LONGSPAN_NEEDS_HOPPER(Pass::forward);
   expect_same_bits(make(), 20);
+}
+
+TEST_P(HopperOptions, RangesDoNotChangeBits) {
+  LONGSPAN_NEEDS_HOPPER(Pass::forward);
+  expect_bits_of_all_rows(make());
 }
 
 /// What lies in excluded rows is never in a result, even if it is no number.

@@ -99,33 +99,7 @@ TEST_P(HopperParts, RepeatBitForBit) {
 /// Rows of a range have the bits that they have in a call of all rows.
 TEST_P(HopperParts, RangesDoNotChangeBits) {
   LONGSPAN_NEEDS_HOPPER(Pass::forward);
-  const Case part = make();
-  if (part.ranges.empty()) return;
-  Case whole(part.pattern, part.options, part.shape, part.dtype, part.layout);
-  whole.k = part.k, whole.v = part.v;
-  std::int64_t row = 0;
-  for (const RowRange& range : part.ranges) {
-    for (std::int64_t i = 0; i < range.count; ++i, ++row) {
-      for (std::int64_t head = 0; head < part.shape.heads; ++head) {
-        for (std::int64_t column = 0; column < part.shape.head_dim; ++column)
-          whole.q.set(0, range.start + i, head, column, part.q.at(0, row, head, column));
-      }
-    }
-  }
-  const Attention attention(part.pattern, part.options);
-  DeviceCase device(part), all(whole);
-  device.forward(attention, device.call());
-  all.forward(attention, all.call());
-  const Results &got = device.download(), &want = all.download();
-  row = 0;
-  for (const RowRange& range : part.ranges) {
-    for (std::int64_t i = 0; i < range.count; ++i, ++row) {
-      for (std::int64_t head = 0; head < part.shape.heads; ++head) {
-        for (std::int64_t column = 0; column < part.shape.head_dim; ++column)
-          ASSERT_EQ(got.out.at(0, row, head, column), want.out.at(0, range.start + i, head, column)) << "row " << row;
-      }
-    }
-  }
+  expect_bits_of_all_rows(make());
 }
 
 /// Else the cases called cut would not be.

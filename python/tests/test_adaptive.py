@@ -48,6 +48,17 @@ def test_gate_and_gradients_equal_the_definition(hard, share):
         assert torch.allclose(a, b, atol=1e-10) and b.abs().max() > 0
 
 
+def test_the_gate_is_the_scorers_score_of_the_means_over_the_temperature():
+    one = module(temperature=0.5).double().eval()
+    query, key, _ = inputs()
+    _, q_side, k_side = one.learned(query, key, SIZE, False, None)
+    gate = torch.einsum("bihf,bjhf->bhij", q_side[:, ::SIZE], k_side[:, ::SIZE]) / WIDTH**0.5
+    means = [torch.stack([part.mean(1) for part in x.split(SIZE, 1)], 1) for x in (query, key)]
+    for head in range(HEADS):
+        wanted = one.learned.importance_scorer(means[0][:, :, head], means[1][:, :, head], head) / 0.5
+        assert torch.allclose(gate[:, head], wanted, atol=1e-12) and wanted.abs().max() > 0.01
+
+
 def test_gradients_equal_differences():
     one = module(num_layers=1).double().eval()
     tensors = inputs()

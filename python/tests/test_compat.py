@@ -237,6 +237,14 @@ def test_without_a_memory_pool_workspace_goes_back_after_each_call():
     assert longspan.host_memory.statistics()["reserved_bytes"] == 0
 
 
+def test_clearing_the_cache_of_a_ring_gives_workspace_back():
+    module = lt.RingDilatedAttention(**LISTS, ring_size=2)
+    module(*tensors(tokens=512))
+    assert longspan.host_memory.statistics()["reserved_bytes"] > 0
+    module.clear_cache()
+    assert longspan.host_memory.statistics()["reserved_bytes"] == 0
+
+
 def test_activation_checkpointing_recomputes_in_backward():
     torch.manual_seed(0)
     module = compat.find("RingDistributedDilatedAttention")(32, 4, **LISTS, activation_checkpointing=True)

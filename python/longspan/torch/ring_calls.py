@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError, InvalidArgument, Unsupported, invalid, renamed
-from .._longspan import Attention, Pattern, Ring, RingHalo, Shards, local_ring
+from .._longspan import Attention, Pattern, Ring, RingHalo, Shards, local_ring, trim_memory
 from .._named import choice, flag
 from .._patterns import compiled
 from .operator import _NAMES, _empty_like, _empty_lse, raw_tensor, with_contiguous_rows
@@ -387,8 +387,9 @@ class RingCalls:
         }  # fmt: skip
 
     def clear_cache(self) -> None:
-        """Forgets plans and local ranks; they are made again when needed."""
+        """Forgets plans and local ranks, which are made again when needed, and gives idle workspace back."""
         self._rings, self._local, self._communicator = {}, [], None
+        trim_memory()
 
 
 def _in_graph(query: Any) -> bool:

@@ -15,6 +15,7 @@
 #include "longspan/plan.h"
 #include "longspan/reference.h"
 #include "longspan/ring.h"
+#include "longspan/strand_cache.h"
 #include "longspan/tensor_view.h"
 #include "longspan/threads.h"
 #include "longspan/version.h"

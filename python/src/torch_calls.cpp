@@ -1,6 +1,7 @@
 // Calls of the operator on torch tensors in plain eager mode: from tensors to the kernel's launch without Python in
 // between, as far as the exchange API and a few of torch's own functions go.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
 #include <array>
@@ -8,6 +9,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "cache_memory.h"
 #include "call.h"
 #include "exchange.h"
 #include "longspan/attention.h"
@@ -92,6 +94,42 @@ class TorchCalls {
     return nb::make_tuple(out, lse);
   }
 
+  /// Takes a token into a cache's memory and attends to it: (out, lse or None), with a row of out for each branch. None
+  /// where the tensors are not the next token's, or the dispatcher has to see the call; nothing has been done then.
+  nb::object step(const Attention& attention, const CacheMemory& memory, nb::handle query, nb::handle key,
+                  nb::handle value, bool with_lse) const {
+    if (route(query, key, value) == kDispatcher || !has_four(query) || !has_four(key) || !has_four(value))
+      return nb::none();
+    Arrays arrays(table_);
+    const Rows k(arrays, key, "k"), v(arrays, value, "v");
+    ConstTensorView q = arrays.input(query, "q", Role::bnhd);
+    if (!memory.takes(k.view) || !memory.takes(v.view) || !memory.takes(q)) return nb::none();
+    nb::object rows = nb::borrow(query);
+    if (memory.cache.branches > 1) rows = rows.attr("expand")(-1, memory.cache.branches, -1, -1);
+    rows = rows.attr("contiguous")();
+    const nb::object out = parts_.empty_like(rows);
+    const nb::object lse =
+        with_lse ? (q.dtype == DType::f64 ? parts_.empty_f64 : parts_.empty_f32)(rows, rows.attr("shape")[nb::slice(3)])
+                 : nb::none();
+    q = arrays.input(rows, "q", Role::bnhd);
+    TensorView out_view = arrays.output(out, "out", Role::bnhd), lse_view = arrays.output(lse, "lse", Role::lse);
+    const std::int64_t units = memory.units(), columns = q.columns();
+    q.sizes = out_view.sizes = {units, 1, 1, columns};
+    q.strides = out_view.strides = {columns, columns, columns, 1};
+    if (with_lse) lse_view.sizes = {units, 1, 1, 1}, lse_view.strides = {1, 1, 1, 1};
+    const RowRange first{0, 1};
+    Call call;
+    call.lengths = memory.lengths();
+    call.query_ranges = {&first, 1};
+    SignalCheck signals;
+    call.progress = [&signals](double) { return signals(); };
+    run(memory.device, call, signals, [&] {
+      memory.append(k.view, v.view, call.stream);
+      attention.forward(q, memory.attended(0), memory.attended(1), out_view, lse_view, call);
+    });
+    return nb::make_tuple(out, lse);
+  }
+
   nb::tuple backward(const Attention& attention, nb::handle grad_out, nb::handle grad_lse, nb::handle query,
                      nb::handle key, nb::handle value, nb::handle out, nb::handle lse, nb::handle lengths,
                      nb::handle key_mask, nb::handle alibi_slopes, const std::optional<Ranges>& query_ranges,
@@ -124,6 +162,10 @@ class TorchCalls {
     }
     return false;
   }
+  bool has_four(nb::handle tensor) const {
+    nb::dlpack::dltensor read;
+    return table_->read(tensor.ptr(), &read) == 0 && read.ndim == 4;
+  }
   nb::object empty_like(nb::handle tensor, const ConstTensorView& view) const {
     std::int64_t step = 1;
     for (std::size_t d = view.sizes.size(); d-- > 0; step *= view.sizes[d]) {
@@ -138,14 +180,18 @@ class TorchCalls {
   /// Workspace and stream are torch's. Its memory may go back when the call returns: torch lends it again to later work
   /// of the same stream only.
   template <class Work>
+  void run(Device device, Call& call, SignalCheck& signals, Work&& work) const {
+    ExchangeMemory memory(*table_, device);
+    call.stream = memory.current_stream();
+    if (device.type == DeviceType::cuda)
+      call.allocate = [&memory](std::size_t bytes) { return memory.allocate(bytes); };
+    signals.run(work);
+  }
+  template <class Work>
   void run(Arrays& arrays, Device device, const CallArguments& arguments, Work&& work) const {
     SignalCheck signals;
-    ExchangeMemory memory(*table_, device);
     OwnedCall owned(arrays, arguments, signals);
-    owned.call.stream = memory.current_stream();
-    if (device.type == DeviceType::cuda)
-      owned.call.allocate = [&memory](std::size_t bytes) { return memory.allocate(bytes); };
-    signals.run([&] { work(owned.call); });
+    run(device, owned.call, signals, [&] { work(owned.call); });
   }
 
   TorchParts parts_;
@@ -158,6 +204,35 @@ class TorchCalls {
 }  // namespace
 
 void bind_torch_calls(nb::module_& module) {
+  nb::class_<CacheMemory>(module, "CacheMemory", "Where a DilatedCache keeps rows; addresses of tensors that it keeps.")
+      .def(
+          "__init__",
+          [](CacheMemory* memory, std::uintptr_t rows, std::uintptr_t positions, std::uintptr_t lengths,
+             std::uintptr_t strands, std::array<std::int64_t, 5> sizes, int dtype, int device) {
+            const auto [entries, branches, heads, row_count, columns] = sizes;
+            const auto type = static_cast<DType>(dtype);
+            const auto words = [](std::uintptr_t address) { return reinterpret_cast<std::int64_t*>(address); };
+            const StrandCache cache{reinterpret_cast<char*>(rows),
+                                    words(positions),
+                                    words(lengths),
+                                    words(strands),
+                                    entries,
+                                    branches,
+                                    heads,
+                                    row_count,
+                                    columns * size_of(type)};
+            const bool on_gpu = device >= 0;
+            new (memory) CacheMemory{cache, type, {on_gpu ? DeviceType::cuda : DeviceType::cpu, on_gpu ? device : 0}};
+          },
+          "rows"_a, "positions"_a, "lengths"_a, "strands"_a, "sizes"_a, "dtype"_a, "device"_a)
+      .def(
+          "append",
+          [](const CacheMemory& memory, nb::handle key, nb::handle value, std::uintptr_t stream) {
+            Arrays arrays;
+            const ConstTensorView k = arrays.input(key, "k", Role::bnhd), v = arrays.input(value, "v", Role::bnhd);
+            memory.append(k, v, reinterpret_cast<void*>(stream));
+          },
+          "key"_a, "value"_a, "stream"_a = 0, "Takes a token; raw tensors [entries, 1, heads, columns].");
   nb::class_<TorchCalls>(module, "TorchCalls", "The operator on torch tensors, without Python between.")
       .def(
           "__init__",
@@ -176,6 +251,8 @@ void bind_torch_calls(nb::module_& module) {
       .def("forward", &TorchCalls::forward, "attention"_a, "query"_a, "key"_a, "value"_a, "with_lse"_a,
            "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(),
            "query_ranges"_a = nb::none(), "seed"_a = 0, "seed_pointer"_a = 0, "(out, lse or None)")
+      .def("step", &TorchCalls::step, "attention"_a, "memory"_a, "query"_a.none(), "key"_a.none(), "value"_a.none(),
+           "with_lse"_a, "(out, lse or None), or None where the tensors are not the next token's")
       .def("backward", &TorchCalls::backward, "attention"_a, "grad_out"_a, "grad_lse"_a.none(), "query"_a, "key"_a,
            "value"_a, "out"_a, "lse"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(),
            "alibi_slopes"_a = nb::none(), "query_ranges"_a = nb::none(), "seed"_a = 0, "seed_pointer"_a = 0,

@@ -501,6 +501,21 @@ def test_a_captured_step_needs_room_for_its_memory():
             cache.attend(*(x[:, 64:] for x in (query, key, value)))
 
 
+@pytest.mark.parametrize("arguments", [dict(temperature=0), dict(seed=5, top_k=20, top_p=0.9), dict(seed=5, end_token=3)], ids=str)
+@pytest.mark.parametrize("positions", ["rotary", "xpos"])
+@pytest.mark.parametrize("lengths", [None, [11, 4, 7]], ids=["equal", "ragged"])
+def test_generation_by_a_graph_is_that_without(positions, lengths, arguments):
+    torch.manual_seed(0)
+    model = lt.LongNetLM(50, 64, 4, 2, 2, 128, [16, 64], [1, 4], positions=positions, device="cuda").eval()
+    ids = torch.randint(50, (3, 11), device="cuda")
+    with_graph, without = (model.generate(ids, 70, lengths=lengths, graph=graph, **arguments) for graph in (True, False))
+    assert torch.equal(with_graph, without)
+    torch.manual_seed(1)  # torch's own generator
+    first = model.generate(ids, 40)
+    torch.manual_seed(1)
+    assert torch.equal(first, model.generate(ids, 40, graph=False))
+
+
 def test_a_captured_step_of_the_language_model_generates_what_the_full_forward_does():
     torch.manual_seed(0)
     model = lt.LongNetLM(50, 64, 4, 2, 2, 128, [16, 64], [1, 4], positions="rotary", device="cuda").eval()

@@ -91,6 +91,36 @@ def test_a_step_needs_no_plan_of_its_own():
     assert longspan.plan_cache.statistics()["misses"] - before <= 4
 
 
+def test_a_step_is_one_call_of_compiled_code(monkeypatch):
+    """Where torch has the exchange API; and the way without it gives the same."""
+    from longspan.torch import cache as module, operator
+
+    if operator._calls is operator._RawCalls:
+        pytest.skip("torch has no DLPack exchange API")
+    query, key, value = (torch.randn(2, 40, 4, 8) for _ in range(3))
+    results = []
+    for left_out in ("attention_of_first_rows", "step_of_cache"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, left_out, lambda *arguments: None)
+            cache = lt.DilatedCache(LONGNET["paper"], heads=4)
+            cache.append(key[:, :20], value[:, :20])
+            cache.reserve(40)
+            steps = [cache.attend(*(x[:, i : i + 1] for x in (query, key, value))) for i in range(20, 40)]
+        results.append(torch.cat(steps, dim=1))
+    torch.testing.assert_close(*results, atol=1e-6, rtol=0)
+
+
+def test_a_captured_position_beyond_the_memory_writes_nowhere():
+    """Replays of a graph are not counted on the host, so the memory has to guard itself."""
+    cache, row = lt.DilatedCache(longspan.dense(), heads=2), torch.ones(1, 1, 2, 8)
+    cache.append(row, row)
+    room = cache._rows.shape[4] - 1
+    cache._counts[0] = room + 5
+    before = cache._rows.clone()
+    assert cache.attend(row, row, row).eq(0).all()
+    torch.testing.assert_close(cache._rows[:, :, :, :, 1:], before[:, :, :, :, 1:], atol=0, rtol=0, equal_nan=True)
+
+
 def test_what_an_earlier_segment_held_is_gone():
     module = lt.DilatedAttention([32], [1])
     rows = torch.randn(1, 96, 2, 8)

@@ -32,6 +32,9 @@ __all__ = [
 SEGMENT_LENGTHS = (2048, 4096, 8192, 16384, 32768)
 DILATION_RATES = (1, 2, 4, 6, 12)
 
+_STEPS_WORTH_A_GRAPH = 32  # of generate on a GPU
+_STEPS_BETWEEN_LOOKS = 16  # at whether all entries have ended, which waits for the GPU
+
 _ACTIVATIONS = {"relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
 
 
@@ -250,7 +253,7 @@ class LongNetCache:
         self._layers = layers
         self._all = [cache for caches in layers.values() for cache in caches]
         for cache in self._all[1:]:
-            cache.follow(self._all[0])
+            cache.follows = True
 
     @classmethod
     def joined(cls, parts: Sequence[LongNetCache]) -> LongNetCache:
@@ -282,8 +285,9 @@ class LongNetCache:
         return self._all[0].next_position()
 
     def catch_up(self) -> None:
-        for cache in self._all:
-            cache.catch_up()
+        self._all[0].catch_up()
+        for cache in self._all[1:]:
+            cache.catch_up(self._all[0])
 
     def reserve(self, tokens: int) -> None:
         """Room for so many tokens in all; needs one token taken before."""
@@ -383,7 +387,7 @@ class LongNetLM(nn.Module):
     def generate(
         self, ids: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
         top_p: float | None = None, seed: int | None = None, *, end_token: int | None = None,
-        prefill_chunk: int = 4096, lengths: Sequence[int] | Tensor | None = None,
+        prefill_chunk: int = 4096, lengths: Sequence[int] | Tensor | None = None, graph: bool = True,
     ) -> Tensor:  # fmt: skip
         """Prompts ids [batch, tokens] -> [batch, tokens (with lengths: the longest) + max_new_tokens], the prompt included.
 
@@ -392,7 +396,8 @@ class LongNetLM(nn.Module):
         nothing else, and when all entries do, the result may be shorter. prefill_chunk: prompt tokens taken at a time.
         lengths: how many tokens of each entry are its prompt, if they differ; an entry's new tokens follow its own prompt,
         and what is behind them is 0 (or end_token). Its logits are those of the entry alone, and so are its tokens with
-        temperature 0; draws are one for the whole batch. The final length is prompt + max_new_tokens from the start
+        temperature 0; draws are one for the whole batch. graph: on a GPU, many tokens are replays of one CUDA graph of a
+        step; False where the model does what a graph cannot hold, in a hook for example. The final length is prompt + max_new_tokens from the start
         (positions='xpos' depends on it).
         """
         self._check(ids)
@@ -405,7 +410,8 @@ class LongNetLM(nn.Module):
         training = self.training
         self.eval()
         try:
-            return self._generate(ids, prompts, count, sampler, end_token, chunk)
+            with torch.no_grad():
+                return self._generate(ids, prompts, count, sampler, end_token, chunk, flag("graph", graph))
         finally:
             self.train(training)
 
@@ -430,8 +436,9 @@ class LongNetLM(nn.Module):
         return logits, cache
 
     def _generate(
-        self, ids: Tensor, prompts: list[int], count: int, sampler: Sampler, end_token: int | None, chunk: int
-    ) -> Tensor:
+        self, ids: Tensor, prompts: list[int], count: int, sampler: Sampler, end_token: int | None, chunk: int,
+        graph: bool,
+    ) -> Tensor:  # fmt: skip
         batch, longest = ids.shape[0], max(prompts, default=ids.shape[1])
         result = ids.new_full((batch, longest + count), 0 if end_token is None else end_token)
         own = torch.tensor(prompts, device=ids.device)
@@ -444,16 +451,43 @@ class LongNetLM(nn.Module):
         else:  # one by one, since a chunk would end at other positions in each
             parts = [self._prefill(row[None, :length], length + count, chunk) for row, length in zip(ids, prompts)]
             logits, cache = torch.cat([part[0] for part in parts]), LongNetCache.joined([part[1] for part in parts])
-        ended = torch.zeros(batch, dtype=torch.bool, device=ids.device)
-        entries = torch.arange(batch, device=ids.device)
-        for step in range(count):
-            token = sampler(logits[:, -1]).to(ids.dtype)
+        ended, at = torch.zeros(batch, dtype=torch.bool, device=ids.device), own.clone()
+        token, entries = ids.new_empty(batch, 1), torch.arange(batch, device=ids.device)
+
+        def pick(logits: Tensor) -> None:
+            drawn = sampler(logits[:, -1]).to(ids.dtype)
             if end_token is not None:
-                token = torch.where(ended, end_token, token)
-                ended = ended | (token == end_token)
-            result[entries, own + step] = token
-            if end_token is not None and bool(ended.all()):
-                return result[:, : longest + step + 1]
-            if step + 1 < count:
-                logits = self.decode(token[:, None], cache)
-        return result
+                drawn = drawn.masked_fill(ended, end_token)
+                ended.logical_or_(drawn == end_token)
+            result.index_put_((entries, at), drawn)
+            at.add_(1)
+            token.copy_(drawn[:, None])
+
+        def step() -> None:
+            pick(self.decode(token, cache))
+
+        pick(logits)
+        every = _STEPS_BETWEEN_LOOKS if ids.is_cuda else 1
+        own_lengths = self.pos_embedding.kind == "xpos" and len(set(prompts)) > 1  # come from the host
+        graph = graph and ids.is_cuda and not own_lengths and count >= _STEPS_WORTH_A_GRAPH
+        for index in range(1, count):
+            if end_token is not None and index % every == 0 and bool(ended.all()):
+                break
+            if index == 2 and graph:
+                cache.reserve(longest + count)
+                step = self._captured(step, sampler)
+            step()
+        if end_token is None:
+            return result
+        new = result.gather(1, own[:, None] + torch.arange(count, device=ids.device))
+        last = torch.where((new == end_token).any(1), (new == end_token).int().argmax(1), count - 1)
+        return result[:, : longest + int(last.max()) + 1]
+
+    @staticmethod
+    def _captured(step: Callable[[], None], sampler: Sampler) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        if sampler.generator is not None:
+            graph.register_generator_state(sampler.generator)
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay

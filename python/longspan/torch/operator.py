@@ -25,7 +25,7 @@ from .._arguments import DATA_NAMES, NO_DATA, OPTION_NAMES, SCHEMA
 from .._arguments import Arguments, CallData, Settings, check_seed, listed, refuse_names
 from .._diagnosis import diagnosed
 from .._errors import InvalidArgument, Unsupported, invalid
-from .._longspan import Attention, BlockPattern, Pattern, TorchCalls
+from .._longspan import Attention, BlockPattern, CacheMemory, Pattern, TorchCalls
 from .._named import choice, flag, is_number, refused
 from .._patterns import as_pattern, cached, compiled, whole_seed
 
@@ -531,6 +531,30 @@ def attention(query, key, value, pattern=None, *, return_lse=False, layout=_BNHD
     except (InvalidArgument, TypeError) as error:
         raise explained(error, {**arguments, "pattern": pattern}, query=query, key=key, value=value) from None
     return (out, lse) if return_lse else out
+
+
+def memory_of_cache(rows: Tensor, counts: Tensor, strands: Tensor) -> CacheMemory:
+    """rows [2, entries, branches, heads, rows, columns], counts [2, entries, branches, heads], strands [3, branches, heads];
+    the memory does not keep them."""
+    device = rows.device.index if rows.is_cuda else -1
+    addresses = (rows.data_ptr(), counts.data_ptr(), counts[1].data_ptr(), strands.data_ptr())
+    return CacheMemory(*addresses, rows.shape[1:], _dtype_number("key", rows), device)
+
+
+def step_of_cache(
+    operator: Attention, memory: CacheMemory, query: Any, key: Any, value: Any, with_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """A token of a cache in one call: its rows for each branch, and their lse. None, and nothing done, where the tensors
+    are not the next token's or the operator has to be seen."""
+    if torch.compiler.is_compiling() or _calls is _RawCalls:
+        return None
+    return _calls.step(operator, memory, query, key, value, with_lse)
+
+
+def append_to_cache(memory: CacheMemory, key: Tensor, value: Tensor) -> None:
+    """The same without a query."""
+    key, value = with_contiguous_rows(key), with_contiguous_rows(value)
+    memory.append(raw_tensor("key", key), raw_tensor("value", value), placement(key).get("stream", 0))
 
 
 def attention_of_first_rows(

@@ -46,4 +46,6 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Tensor:
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        return torch.multinomial(self.probabilities(logits), 1, generator=self.generator)[:, 0]
+        # As torch.multinomial draws one of each row, without its checks, which a CUDA graph cannot hold.
+        chances = self.probabilities(logits)
+        return (chances / torch.empty_like(chances).exponential_(generator=self.generator)).argmax(dim=-1)

@@ -9,6 +9,7 @@
 
 #include "kernels/kernel.h"
 #include "longspan/machine.h"
+#include "longspan/strand_cache.h"
 
 namespace longspan::cuda {
 
@@ -29,6 +30,7 @@ void to_float(const ConstTensorView& from, const TensorView& to, void* stream);
 void fill_one(const TensorView& view, void* stream);
 /// A contiguous copy on the host, in `memory`; waits for the stream.
 ConstTensorView download(const ConstTensorView& view, std::vector<std::byte>& memory, void* stream);
+void append_token(const StrandCache& cache, const TokenRows& key, const TokenRows& value, int device, void* stream);
 /// What an adaptive branch chooses for these tensors; waits for the stream.
 BlockMask chosen_blocks(const Plan& plan, std::size_t branch, const ConstTensorView& q, const ConstTensorView& k,
                         const Call& call, std::span<const RowRange> ranges);

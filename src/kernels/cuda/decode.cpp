@@ -6,9 +6,9 @@
 #include "device/device_pool.h"
 #include "device/error.h"
 #include "kernels/cuda/call.h"
-#include "kernels/cuda/counters.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/prepare.h"
+#include "kernels/strand_cache.h"
 #include "memory/arena.h"
 #include "plan/branch.h"
 
@@ -52,24 +52,19 @@ void cut_branch(DecodeBranch& of, const DecodeGrid& grid, const DeviceBranch& br
   of.variants = split.variants;
   of.tiles = std::max(1, ceil_divide(most * split.together, 16));
   of.chunks = chunks_of(keys);
-  if (of.segments == 0) {  // one block for each key/value head all the same, since somebody has to finish it
-    of.segments = of.variants = of.chunks = 1;
-    of.segment[0] = 0;
-  }
-  of.groups = of.chunks > kDecodeFan ? ceil_divide(of.chunks, kDecodeFan) : 0;
 }
 
 struct Sizes {
   Arena arena;
-  std::size_t counters = 0, counters_bytes = 0, records = 0;
+  std::size_t records = 0;
   Sizes(const Plan& plan) : arena(nullptr, 256) {
     arena.place(layout(plan, Pass::forward, false).total);
-    const DecodeBounds bounds = decode_bounds(plan);
-    counters_bytes = static_cast<std::size_t>(bounds.counters) * sizeof(unsigned);
-    counters = arena.place(counters_bytes);
-    records = arena.place(static_cast<std::size_t>(bounds.records) * decode_record_bytes(plan.problem().head_dim));
+    records = arena.place(static_cast<std::size_t>(decode_bounds(plan).records) *
+                          decode_record_bytes(plan.problem().head_dim));
   }
 };
+
+DecodeMemory memory_of(const Problem& problem) { return {problem.dtype == DType::f32, decode_width(problem.head_dim)}; }
 
 Verdict can_run(const Plan& plan, Pass pass) {
   if (pass == Pass::backward) return no("has the forward only");
@@ -81,15 +76,19 @@ Verdict can_run(const Plan& plan, Pass pass) {
   for (const BranchPlan& branch : plan.branches()) {
     if (branch.mask) return no("has no block masks, here is one of blocks of {}", branch.mask->block_size());
   }
-  const int needed = DecodeMemory(problem.dtype == DType::f32, decode_width(problem.head_dim)).bytes;
+  const DecodeMemory memory = memory_of(problem);
+  const int needed = memory.bytes + (memory.warps - 1) * 16 * memory.pitch;  // with a tile of Q for each warp
   const int available = devices()[static_cast<std::size_t>(problem.device.index)].shared_bytes;
   if (available < needed)
     return no("needs {} bytes of shared memory in a block, {} has {}", needed, to_string(problem.device), available);
   constexpr double kMost = 2147483647;
-  if (const DecodeBounds bounds = decode_bounds(plan); bounds.blocks > kMost || bounds.counters > kMost)
-    return no("starts up to {} blocks, here are {}: pass fewer entries at a time", kMost, bounds.blocks);
+  const double results = static_cast<double>(problem.batch * problem.heads * problem.query_rows);
+  if (const double blocks = std::max(decode_bounds(plan).blocks, results); blocks > kMost)
+    return no("starts up to {} blocks, here are {}: pass fewer entries at a time", kMost, blocks);
   return yes();
 }
+
+bool overlaps(int device) { return devices()[static_cast<std::size_t>(device)].compute >= 90; }
 
 /// A rank's share of a larger problem takes the kernel that the whole problem takes.
 Verdict accepts(const ForwardArguments& a) {
@@ -103,19 +102,16 @@ void forward(const ForwardArguments& a) {
   const cudaStream_t stream = static_cast<cudaStream_t>(a.call.stream);
   const Sizes sizes(a.plan);
   for_each_launch(a, {}, false, [&](Launch& launch) {
-    Decode decode{launch.tensors, launch.rules, decode_grid(launch), nullptr, nullptr};
-    decode.records = reinterpret_cast<float*>(a.workspace + sizes.records);
-    decode.counters =
-        resting_counters({stream, decode.grid.counters, reinterpret_cast<unsigned*>(a.workspace + sizes.counters),
-                          decode.grid.counters * sizeof(unsigned)})
-            .first;
-    check(start_decode(decode, a.q.dtype, stream), "starting the kernel for few query rows");
+    const Decode decode{launch.tensors, launch.rules, decode_grid(launch, memory_of(a.plan.problem()).warps),
+                        reinterpret_cast<float*>(a.workspace + sizes.records)};
+    check(start_decode(decode, a.q.dtype, overlaps(a.q.device.index), stream),
+          "starting the kernel for few query rows");
   });
 }
 
 }  // namespace
 
-DecodeGrid decode_grid(const Launch& launch) {
+DecodeGrid decode_grid(const Launch& launch, int warps) {
   DecodeGrid grid{};
   const Tensors& tensors = launch.tensors;
   const Schedule& schedule = launch.schedule;
@@ -126,20 +122,24 @@ DecodeGrid decode_grid(const Launch& launch) {
   for (int r = 0; r < schedule.range_count; ++r) {
     for (int i = 0; i < schedule.ranges[r].count; ++i) grid.positions[grid.rows++] = schedule.ranges[r].start + i;
   }
-  grid.counters = static_cast<unsigned>(tensors.batch * tensors.kv_heads);
+  grid.last_position = *std::max_element(grid.positions, grid.positions + grid.rows);
+  int tiles = 0;
   for (int b = 0; b < grid.branch_count; ++b) {
     grid.rules[b] = schedule.branches[b];
+    cut_branch(grid.branches[b], grid, grid.rules[b], tensors.tokens);
+    tiles = std::max(tiles, grid.branches[b].tiles);
+  }
+  grid.warps = warps;
+  grid.shares = warps > 1 && tiles > 2;
+  for (int b = 0; b < grid.branch_count; ++b) {
     DecodeBranch& of = grid.branches[b];
-    cut_branch(of, grid, grid.rules[b], tensors.tokens);
     of.strands = tensors.batch * of.kv_count * of.segments * of.variants;
+    of.block_tiles = grid.shares ? ceil_divide(of.tiles, warps) : of.tiles;
+    of.block_chunks = grid.shares ? of.chunks : ceil_divide(of.chunks, warps);
     of.first_block = grid.blocks;
-    of.first_counter = grid.counters;
     of.first_record = grid.records;
-    const unsigned tiles = static_cast<unsigned>(of.strands * of.tiles);
-    grid.blocks += tiles * static_cast<unsigned>(of.chunks);
-    grid.counters += tiles * static_cast<unsigned>(of.groups);
-    grid.records +=
-        static_cast<std::int64_t>(tensors.batch) * grid.rules[b].head_count * grid.rows * (of.chunks + of.groups);
+    grid.blocks += static_cast<unsigned>(of.strands * of.block_tiles) * static_cast<unsigned>(of.block_chunks);
+    grid.records += static_cast<std::int64_t>(tensors.batch) * grid.rules[b].head_count * grid.rows * of.chunks;
   }
   return grid;
 }
@@ -149,23 +149,30 @@ DecodeBounds decode_bounds(const Plan& plan) {
   const int group = static_cast<int>(problem.heads / problem.kv_heads);
   const double batch = static_cast<double>(problem.batch), rows = static_cast<double>(problem.query_rows);
   DecodeBounds bounds;
-  bounds.counters = batch * static_cast<double>(problem.kv_heads);
   for (const BranchPlan& planned : plan.branches()) {
     const DeviceBranch branch = branch_of<int>(planned);
     const HeadSplit split = split_heads(branch, group);
-    const int longest = branch.longest_strand(static_cast<int>(problem.tokens));
-    const int chunks = std::max(1, chunks_of(longest)),
-              groups = chunks > kDecodeFan ? ceil_divide(chunks, kDecodeFan) : 0;
+    const int chunks = chunks_of(branch.longest_strand(static_cast<int>(problem.tokens)));
     const double segments = std::min(rows, static_cast<double>(branch.segments(static_cast<int>(problem.tokens))));
     const double tiles =
         std::max(1.0, static_cast<double>(ceil_divide(static_cast<int>(problem.query_rows) * split.together, 16)));
-    const double strands = batch * static_cast<double>((planned.head_count - 1) / group + 2) * std::max(segments, 1.0) *
-                           split.variants * tiles;
-    bounds.blocks += strands * chunks;
-    bounds.counters += strands * groups;
-    bounds.records += batch * static_cast<double>(planned.head_count) * rows * (chunks + groups);
+    bounds.blocks += batch * static_cast<double>((planned.head_count - 1) / group + 2) * std::max(segments, 1.0) *
+                     split.variants * tiles * chunks;
+    bounds.records += batch * static_cast<double>(planned.head_count) * rows * chunks;
   }
   return bounds;
+}
+
+void append_token(const StrandCache& cache, const TokenRows& key, const TokenRows& value, int device, void* stream) {
+  if (units_of(cache) == 0) return;
+  const DeviceGuard guard(device);
+  const auto bits = [](const TokenRows& token) {
+    return reinterpret_cast<std::uintptr_t>(token.data) | static_cast<std::uintptr_t>(token.entry | token.head);
+  };
+  const std::uintptr_t all = bits(key) | bits(value) | reinterpret_cast<std::uintptr_t>(cache.rows) |
+                             static_cast<std::uintptr_t>(cache.row_bytes);
+  check(start_append(cache, key, value, all % 16 == 0, static_cast<cudaStream_t>(stream)),
+        "starting the kernel that appends a token");
 }
 
 const Kernel kDecode = {.name = "cuda-decode",

@@ -1,35 +1,30 @@
-// Forward of few query rows: bound by memory, so every warp streams keys of its own and waits for nobody until the end
-// of a chunk. See decode.h for the grid.
+// Forward of few query rows: bound by memory, so every warp streams a chunk of keys of its own and waits for nobody.
+// See decode.h for the grid.
 //   shared   Q [16 pairs][columns], for each warp kStages steps of 16 rows of K and of V, swizzled
-//   a warp   every kWarps-th step of 16 keys, all 16 pairs, its own maximum, sum and output
+//   a warp   one chunk, 16 keys at a time, for the 16 pairs of a tile: maximum, sum and output in registers
+// Where pairs make several tiles, the warps of a block have a tile each and the same chunk, of which each warp loads a
+// part: what a warp computes is the same, but keys are read once.
 // Code is kept short: a block runs most of it once, and fetching instructions costs more than executing them. So there
 // is one copy of each loop's body, and key_mask, pieces, ALiBi and unaligned rows have instantiations of their own.
 #pragma once
 
+#include <algorithm>
+#include <climits>
+
 #include "kernels/cuda/decode.h"
 #include "kernels/cuda/tile.cuh"
+#include "kernels/ptx/streams.cuh"
 
 namespace longspan::cuda {
 
-template <class MathValue, int kColumnsValue, bool kFeaturesValue>
-struct DecodeShape {
-  using Math = MathValue;
-  static constexpr int kColumns = kColumnsValue, kPairs = 16, kStepKeys = 16;
-  static constexpr bool kFeatures = kFeaturesValue;
-  static constexpr DecodeMemory kMemory{kWide<Math>, kColumns};
-  static constexpr int kPitch = kMemory.pitch, kStepBytes = kMemory.step, kStages = kMemory.stages;
-  static constexpr int kWarps = kMemory.warps, kThreads = kWarps * kWarpThreads, kSharedBytes = kMemory.bytes;
-  static constexpr int kBlocksPerSm = kSharedBytes <= 72 * 1024 ? 3 : 2;
-  static constexpr int kStatePitch = kMemory.state_pitch;  // floats of a warp's state of one pair
-  static_assert(kPitch == pitch_of<Math>(kColumns) && kWarps * 8 * kStatePitch * 4 <= kMemory.ring);
-};
+inline constexpr int kMergeThreads = kDecodeFan * kWarpThreads;
 
 __device__ __forceinline__ float decode_base(float largest) { return largest == -LONGSPAN_INFINITY ? 0.0f : largest; }
 
 /// Maximum, sum and output of one pair, spread over a warp: a lane has four neighbouring columns of each 128.
-template <class Shape>
+template <int kQuadsValue>
 struct DecodeState {
-  static constexpr int kQuads = (Shape::kColumns + 127) / 128;
+  static constexpr int kQuads = kQuadsValue;
   float largest, sum = 0.0f;
   float out[kQuads][4] = {};
 
@@ -73,24 +68,24 @@ struct DecodeState {
       }
     }
   }
-  /// Records that other blocks wrote.
-  __device__ __forceinline__ static DecodeState of_records(const float* records, int count, int columns) {
+  /// `count` <= kMost states, `pitch` floats apart.
+  template <int kMost>
+  __device__ __forceinline__ static DecodeState of_records(const float* records, int pitch, int count, int columns) {
     const int lane = threadIdx.x % kWarpThreads;
-    const float2 own = lane < count ? __ldcg(reinterpret_cast<const float2*>(records + lane * (columns + 4)))
-                                    : make_float2(-LONGSPAN_INFINITY, 0.0f);
+    const float2 own =
+        lane < count ? *reinterpret_cast<const float2*>(records + lane * pitch) : make_float2(-LONGSPAN_INFINITY, 0.0f);
     DecodeState state;
-    state.template merge<kDecodeFan>(own.x, own.y, count, columns, [&](int c, int at) {
-      return __ldcg(reinterpret_cast<const float4*>(records + c * (columns + 4) + 4 + at));
+    state.template merge<kMost>(own.x, own.y, count, columns, [&](int c, int at) {
+      return *reinterpret_cast<const float4*>(records + c * pitch + 4 + at);
     });
     return state;
   }
   __device__ __forceinline__ void put(float* record, int columns) const {
-    if (threadIdx.x % kWarpThreads == 0) __stcg(reinterpret_cast<float2*>(record), make_float2(largest, sum));
+    if (threadIdx.x % kWarpThreads == 0) *reinterpret_cast<float2*>(record) = make_float2(largest, sum);
 #pragma unroll
     for (int j = 0; j < kQuads; ++j) {
       if (column(j) < columns)
-        __stcg(reinterpret_cast<float4*>(record + 4 + column(j)),
-               make_float4(out[j][0], out[j][1], out[j][2], out[j][3]));
+        *reinterpret_cast<float4*>(record + 4 + column(j)) = make_float4(out[j][0], out[j][1], out[j][2], out[j][3]);
     }
   }
   __device__ __forceinline__ void add(const DecodeState& more) {
@@ -105,16 +100,31 @@ struct DecodeState {
   }
 };
 
-/// The pairs of a block's tile, in order.
+template <class MathValue, int kColumnsValue, bool kFeaturesValue, bool kSharedValue>
+struct DecodeShape {
+  using Math = MathValue;
+  static constexpr int kColumns = kColumnsValue;
+  static constexpr bool kFeatures = kFeaturesValue;
+  static constexpr DecodeMemory kMemory{kWide<Math>, kColumns};
+  static constexpr int kPitch = kMemory.pitch, kStepKeys = kMemory.keys, kStepBytes = kMemory.step;
+  static constexpr int kStages = kMemory.stages;
+  static constexpr int kWarps = kMemory.warps, kThreads = kWarps * kWarpThreads;
+  static constexpr int kTiles = kSharedValue ? kWarps : 1, kTileBytes = 16 * kPitch;  // of Q, in a block
+  static constexpr int kSharedBytes = kMemory.bytes + (kTiles - 1) * kTileBytes;
+  static constexpr int kBlocksPerSm = kSharedBytes <= 72 * 1024 ? 3 : 2;
+  static_assert(kPitch == pitch_of<Math>(kColumns));
+};
+
+/// The pairs of a warp's tile, in order.
 struct DecodePairs {
-  int count, end;  // end: of the keys that some pair attends to
+  int count, begin, end;  // every pair attends to keys before `begin`, some to those before `end`
   int row[16], head[16], own[16];
 };
 
 __device__ __forceinline__ void find_pairs(const Decode& a, const DecodePlace& p, const StrandRows& strand, int length,
                                            DecodePairs& pairs) {
-  const int lane = threadIdx.x;
-  int found = 0, end = 0;
+  const int lane = threadIdx.x % kWarpThreads;
+  int found = 0, end = 0, begin = INT_MAX;
   if (strand.count > 0 && a.grid.leads(p)) {
 #pragma unroll 1
     for (int first = 0; first < a.grid.rows * a.grid.group; first += kWarpThreads) {
@@ -127,32 +137,42 @@ __device__ __forceinline__ void find_pairs(const Decode& a, const DecodePlace& p
         pairs.head[place] = p.kv_head * a.grid.group + a.grid.head_of(pair);
         pairs.own[place] = own;
         end = max(end, a.grid.keys(strand, own));
+        begin = min(begin, a.grid.keys(strand, own));
       }
       found += __popc(all);
     }
   }
   end = static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(end)));
-  if (lane == 0) pairs.count = min(max(found - 16 * p.tile, 0), 16), pairs.end = end;
+  begin = static_cast<int>(__reduce_min_sync(~0u, static_cast<unsigned>(begin)));
+  if (lane == 0) pairs.count = min(max(found - 16 * p.tile, 0), 16), pairs.begin = begin, pairs.end = end;
 }
 
-/// The keys of a chunk as a warp loads and reads them.
+/// The keys of a chunk as warps load and read them.
 template <class Shape>
 struct DecodeKeys {
   using T = Element<typename Shape::Math>;
   static constexpr int kPlaces = Shape::kPitch / 16, kTimes = Shape::kStepKeys * kPlaces / kWarpThreads;
+  static constexpr int kRows = std::max(kWarpThreads / kPlaces, 1);   // that a warp loads at once
+  static constexpr int kParts = std::max(kPlaces / kWarpThreads, 1);  // or how many loads a row takes
+  static constexpr unsigned kAll = ~0u >> (32 - Shape::kStepKeys);
   const Decode& a;
   const DecodePlace& p;
   const StrandRows& strand;
-  std::uint32_t ring;
+  std::uint32_t ring;  // of all warps
+  std::uint64_t policy;
   int begin, stop;  // of the chunk
   const char *k_base, *v_base;
   std::int64_t k_step, v_step;
 
   __device__ __forceinline__ DecodeKeys(const Decode& decode, const DecodePlace& place, const StrandRows& rows,
-                                        std::uint32_t memory, int end)
-      : a(decode), p(place), strand(rows), ring(memory) {
+                                        std::uint32_t memory)
+      : a(decode),
+        p(place),
+        strand(rows),
+        ring(memory),
+        policy(cache_policy(decode.grid.branches[place.branch].block_tiles == 1)) {
     begin = chunk_begin(p.chunk);
-    stop = chunk_end(p.chunk, end);
+    stop = chunk_end(p.chunk, min(strand.count, a.grid.rows_before_end(strand)));
     const auto first = [&](const Rows& of) {
       return of.data + of.offset(p.entry, strand.start, p.kv_head) * static_cast<std::int64_t>(sizeof(T));
     };
@@ -160,25 +180,43 @@ struct DecodeKeys {
     k_step = a.tensors.k.row * strand.stride * static_cast<std::int64_t>(sizeof(T));
     v_step = a.tensors.v.row * strand.stride * static_cast<std::int64_t>(sizeof(T));
   }
-  __device__ __forceinline__ std::uint32_t stage(int step) const {
-    return ring + static_cast<std::uint32_t>(step % Shape::kStages * Shape::kStepBytes);
+  /// Where a warp loads the keys of a step to, and which ones.
+  __device__ __forceinline__ std::uint32_t stage(int warp, int step) const {
+    return ring + static_cast<std::uint32_t>((warp * Shape::kStages + step % Shape::kStages) * Shape::kStepBytes);
   }
-  /// Starts loading the 16 rows from `key` on; says which of them there are.
-  __device__ __forceinline__ unsigned load(int step, int key) const {
-    const std::uint32_t k_tile = stage(step), v_tile = k_tile + Shape::kStepBytes / 2;
+  __device__ __forceinline__ int first(int warp, int step) const {
+    return begin + (step * Shape::kTiles + (Shape::kTiles > 1 ? warp : 0)) * Shape::kStepKeys;
+  }
+  /// Of those keys that lie before `end`.
+  __device__ __forceinline__ int steps(int end) const {
+    constexpr int kKeys = Shape::kTiles * Shape::kStepKeys;
+    return max(min(stop, end) - begin + kKeys - 1, 0) / kKeys;
+  }
+  /// Starts loading; says which of the keys there are.
+  __device__ __forceinline__ unsigned load(int warp, int step) const {
+    const int key = first(warp, step);
+    if (key >= stop) return 0;
+    const std::uint32_t k_tile = stage(warp, step), v_tile = k_tile + Shape::kStepBytes / 2;
     const int lane = threadIdx.x % kWarpThreads;
     if constexpr (!Shape::kFeatures) {
+      // There are many copies, so addresses of a lane differ by constants: its rows lie kRows apart.
+      const int left = stop - key, row = lane / kPlaces, column = lane % kPlaces;
+      const char* k_row = k_base + (key + row) * k_step + column * 16;
+      const char* v_row = v_base + (key + row) * v_step + column * 16;
 #pragma unroll
       for (int i = 0; i < kTimes; ++i) {
-        const int flat = i * kWarpThreads + lane, chunk = flat % kPlaces, row = key + flat / kPlaces;
-        const bool valid = row < stop && chunk * static_cast<int>(16 / sizeof(T)) < a.tensors.columns;
-        const std::uint32_t offset = chunk_offset<Shape::kPitch>(flat / kPlaces, chunk);
-        copy_async(k_tile + offset, valid ? k_base + row * k_step + chunk * 16 : k_base, valid);
-        copy_async(v_tile + offset, valid ? v_base + row * v_step + chunk * 16 : v_base, valid);
+        const int more = i / kParts * kRows, beside = i % kParts * kWarpThreads;
+        const bool valid =
+            row + more < left && (column + beside) * static_cast<int>(16 / sizeof(T)) < a.tensors.columns;
+        const std::uint32_t offset =
+            chunk_offset<Shape::kPitch>(row, (column + beside) ^ (more & 7)) + more * Shape::kPitch;
+        copy_async(k_tile + offset, valid ? k_row + beside * 16 : k_base, valid, policy);
+        copy_async(v_tile + offset, valid ? v_row + beside * 16 : v_base, valid, policy);
+        if (i % kParts == kParts - 1) k_row += kRows * k_step, v_row += kRows * v_step;
       }
-      return stop - key >= 16 ? 0xFFFFu : (1u << (stop - key)) - 1;
+      return left >= Shape::kStepKeys ? kAll : (1u << left) - 1;
     } else {
-      const int own = key + lane % 16, position = strand.start + own * strand.stride;
+      const int own = key + lane % Shape::kStepKeys, position = strand.start + own * strand.stride;
       const char *k_row = nullptr, *v_row = nullptr;
       if (own < stop && a.rules.allowed(p.entry, position))
         a.tensors.key_row(p.entry, p.kv_head, position, sizeof(T), k_row, v_row);
@@ -195,26 +233,19 @@ struct DecodeKeys {
         load_chunk<T, true>(k_tile + offset, of_lane(k_row, row), chunk, valid, a.tensors.columns, a.tensors.aligned);
         load_chunk<T, true>(v_tile + offset, of_lane(v_row, row), chunk, valid, a.tensors.columns, a.tensors.aligned);
       }
-      return present & 0xFFFFu;
+      return present & kAll;
     }
   }
 };
 
-/// A warp's part of a chunk. At its end all warps put their states, of eight pairs at a time, where keys were, and
-/// put(place, state) gets them merged, one pair in each warp.
-template <class Shape, class Put>
+/// A chunk for a tile, to the records of its pairs; the first kStages - 1 steps are under way.
+template <class Shape>
 __device__ __forceinline__ void stream_keys(const Decode& a, const DecodePlace& p, const StrandRows& strand,
-                                            const DecodePairs& pairs, char* shared, Put&& put) {
+                                            const DecodePairs& pairs, const DecodeKeys<Shape>& keys, int steps,
+                                            std::uint32_t q_tile, unsigned (&present)[Shape::kWarps][Shape::kStages]) {
   using Math = typename Shape::Math;
-  constexpr int kColumns = Shape::kColumns, kStages = Shape::kStages, kEach = Shape::kWarps * Shape::kStepKeys;
-  __shared__ unsigned present[Shape::kWarps][kStages];
+  constexpr int kColumns = Shape::kColumns, kStages = Shape::kStages, kTiles = Shape::kTiles;
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-  const std::uint32_t q_tile = shared_address(shared), ring = q_tile + 16 * Shape::kPitch;
-  float* const states = reinterpret_cast<float*>(shared + 16 * Shape::kPitch);
-  const DecodeKeys<Shape> keys(a, p, strand, ring + static_cast<std::uint32_t>(warp * kStages * Shape::kStepBytes),
-                               pairs.end);
-  const int first = keys.begin + warp * Shape::kStepKeys;
-  const int steps = first < keys.stop ? (keys.stop - first + kEach - 1) / kEach : 0;
 
   float out[1][kColumns / 8][4], largest[2], sum[2] = {0.0f, 0.0f}, slope[2] = {0.0f, 0.0f};
   int own[2], last[2];  // row of a pair, and the last key that it attends to
@@ -229,18 +260,22 @@ __device__ __forceinline__ void stream_keys(const Decode& a, const DecodePlace& 
       slope[half] = a.rules.alibi[pairs.head[place] * a.rules.alibi_head] * kLog2E;
   }
   const float scale_log2 = a.rules.scale * kLog2E;
+  const int seen_by_all = pairs.begin;
 
-  const auto take = [&](int step) {
-    const unsigned here = present[warp][step % kStages];
-    float scores[1][2][4];
-    const std::uint32_t k_tile = keys.stage(step), v_tile = k_tile + Shape::kStepBytes / 2;
+  const auto take = [&](int owner, int step) {
+    const unsigned here = present[owner][step % kStages];
+    const int first = keys.first(owner, step);
+    const bool plain = here == DecodeKeys<Shape>::kAll && first + Shape::kStepKeys <= seen_by_all;
+    constexpr int kBlocks = Shape::kStepKeys / 8;
+    float scores[1][kBlocks][4];
+    const std::uint32_t k_tile = keys.stage(owner, step), v_tile = k_tile + Shape::kStepBytes / 2;
     multiply_rows<Math, kColumns>(scores, q_tile, 0, k_tile, 0);
     float highest[2] = {-LONGSPAN_INFINITY, -LONGSPAN_INFINITY}, correction[2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int half = i / 2, local = n * 8 + (lane % 4) * 2 + i % 2, key = first + step * kEach + local;
+        const int half = i / 2, local = n * 8 + (lane % 4) * 2 + i % 2, key = first + local;
         float& score = scores[0][n][i];
         score = __fmul_rn(score, scale_log2);
         if constexpr (Shape::kFeatures) {
@@ -249,7 +284,7 @@ __device__ __forceinline__ void stream_keys(const Decode& a, const DecodePlace& 
             score = fmaf(-slope[half], static_cast<float>(distance * static_cast<std::int64_t>(strand.stride)), score);
           }
         }
-        if (!(here >> local & 1) || key > last[half]) score = -LONGSPAN_INFINITY;
+        if (!plain && (!(here >> local & 1) || key > last[half])) score = -LONGSPAN_INFINITY;
         highest[half] = fmaxf(highest[half], score);
       }
 #pragma unroll
@@ -268,7 +303,7 @@ __device__ __forceinline__ void stream_keys(const Decode& a, const DecodePlace& 
         for (int i = 0; i < 4; ++i) out[0][n][i] = __fmul_rn(out[0][n][i], correction[i / 2]);
     }
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& score = scores[0][n][i];
@@ -278,164 +313,153 @@ __device__ __forceinline__ void stream_keys(const Decode& a, const DecodePlace& 
     accumulate<Math, Shape::kPitch, Shape::kStepKeys / kStepSize<Math>>(
         out, [&](Fragment& f, int m, int part) { weights_of<Math>(f, scores[m], part); }, v_tile, 0, 0);
   };
-  // The first kStages - 1 turns only load. At step 0 Q is there too, which other warps have loaded parts of.
+  // At step 0 Q is there too, which other warps have loaded parts of.
 #pragma unroll 1
-  for (int step = 1 - kStages; step < max(steps, 1); ++step) {
-    if (step >= 0) copy_wait<kStages - 2>();
-    if (step == 0) __syncthreads();
+  for (int step = 0; step < max(steps, 1); ++step) {
+    copy_wait<kStages - 2>();
+    if (kTiles > 1 || step == 0) __syncthreads();
     else __syncwarp();
     const int next = step + kStages - 1;
     if (next < steps) {
-      const unsigned found = keys.load(next, first + next * kEach);
+      const unsigned found = keys.load(warp, next);
       if (lane == 0) present[warp][next % kStages] = found;
     }
     copy_commit();
-    if (step >= 0 && step < steps) take(step);
+    if (step >= steps) continue;
+    if constexpr (kTiles == 1) {
+      take(warp, step);
+    } else {
+#pragma unroll 1
+      for (int owner = 0; owner < kTiles && keys.first(owner, step) < min(keys.stop, pairs.end); ++owner)
+        take(owner, step);
+    }
   }
 
-  copy_wait<0>();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (8 * half >= pairs.count) break;
-    __syncthreads();
+    const int place = lane / 4 + 8 * half;
     sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
     sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-    if (8 * half + lane / 4 < pairs.count) {
-      float* const state = states + (warp * 8 + lane / 4) * Shape::kStatePitch;
-      if (lane % 4 == 0) *reinterpret_cast<float2*>(state) = make_float2(largest[half], sum[half]);
+    if (place >= pairs.count || keys.begin >= pairs.end) continue;
+    float* const record = a.records + a.grid.record(p.branch, p.entry, pairs.head[place], pairs.row[place], p.chunk) *
+                                          (a.tensors.columns + 4);
+    if (lane % 4 == 0) *reinterpret_cast<float2*>(record) = make_float2(largest[half], sum[half]);
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
-        *reinterpret_cast<float2*>(state + 4 + n * 8 + (lane % 4) * 2) =
-            make_float2(out[0][n][2 * half], out[0][n][2 * half + 1]);
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int place = warp; place < min(pairs.count - 8 * half, 8); place += Shape::kWarps) {
-      const float* const of_warps = states + place * Shape::kStatePitch;
-      constexpr int kNext = 8 * Shape::kStatePitch;
-      const float2 part = lane < Shape::kWarps ? *reinterpret_cast<const float2*>(of_warps + lane * kNext)
-                                               : make_float2(-LONGSPAN_INFINITY, 0.0f);
-      DecodeState<Shape> merged;
-      merged.template merge<Shape::kWarps>(part.x, part.y, Shape::kWarps, a.tensors.columns, [&](int c, int at) {
-        return *reinterpret_cast<const float4*>(of_warps + c * kNext + 4 + at);
-      });
-      put(8 * half + place, merged);
-    }
-  }
-}
-
-/// Whether this block is the last of `expected` to come to a counter, which it then leaves at zero. What the others
-/// wrote before is then seen.
-__device__ __forceinline__ bool last_to_come(unsigned* counter, unsigned expected) {
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(counter, 1u) + 1 == expected;
-    if (last) *counter = 0;
-    __threadfence();
-  }
-  __syncthreads();
-  return last;
-}
-
-/// The results of a key/value head's pairs, from the records of all branches.
-template <class Shape>
-__device__ __forceinline__ void finish_rows(const Decode& a, int entry, int kv_head, int length) {
-  using T = Element<typename Shape::Math>;
-  using State = DecodeState<Shape>;
-  const int lane = threadIdx.x % kWarpThreads, columns = a.tensors.columns;
-#pragma unroll 1
-  for (int pair = threadIdx.x / kWarpThreads; pair < a.grid.rows * a.grid.group; pair += Shape::kWarps) {
-    const int row = a.grid.row_of(pair), head = kv_head * a.grid.group + a.grid.head_of(pair);
-    const int position = a.grid.positions[row];
-    State total;
-#pragma unroll 1
-    for (int b = 0; b < a.grid.branch_count; ++b) {
-      const DeviceBranch& branch = a.grid.rules[b];
-      if (!branch.owns(head) || position >= length) continue;
-      const StrandRows strand = branch.strand(head, position / branch.segment, length);
-      const int own = strands::piece_row(strand.start, strand.stride, strand.count, position);
-      if (own < 0) continue;
-      const int chunks = chunks_of(a.grid.keys(strand, own));
-      const bool grouped = a.grid.branches[b].groups > 0;
-      const int parts = grouped ? strands::ceil_divide(chunks, kDecodeFan) : chunks;
-      const float* const records =
-          a.records + a.grid.record(b, entry, head, row, grouped ? a.grid.branches[b].chunks : 0) * (columns + 4);
-#pragma unroll 1
-      for (int first = 0; first < parts; first += kDecodeFan)
-        total.add(State::of_records(records + static_cast<std::int64_t>(first) * (columns + 4),
-                                    min(parts - first, kDecodeFan), columns));
-      if (const int padding = branch.padding(strand.count, length, a.rules.causal); padding > 0) {
-        State zeros;
-        zeros.largest = 0.0f;
-        zeros.sum = static_cast<float>(padding);
-        total.add(zeros);
-      }
-    }
-    const std::int64_t q_row = a.grid.first_row + row;
-    const float factor = total.sum == 0.0f ? 0.0f : a.rules.output_scale / total.sum;
-    T* const target = reinterpret_cast<T*>(a.tensors.out.data) + a.tensors.out.offset(entry, q_row, head);
-#pragma unroll
-    for (int j = 0; j < State::kQuads; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (State::column(j) < columns)
-          target[State::column(j) + i] = from_float<T>(total.sum == 0.0f ? 0.0f : total.out[j][i] * factor);
-      }
-    if (a.tensors.lse.data && lane == 0)
-      a.tensors.lse.at(entry, q_row, head) =
-          total.sum == 0.0f ? -LONGSPAN_INFINITY : fmaf(decode_base(total.largest), kLn2, logf(total.sum));
+    for (int n = 0; n < kColumns / 8; ++n)
+      if (const int column = n * 8 + lane % 4 * 2; column < a.tensors.columns)
+        *reinterpret_cast<float2*>(record + 4 + column) = make_float2(out[0][n][2 * half], out[0][n][2 * half + 1]);
   }
 }
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) decode(const __grid_constant__ Decode a) {
-  using State = DecodeState<Shape>;
   using T = Element<typename Shape::Math>;
   extern __shared__ __align__(128) char shared[];
-  __shared__ DecodePairs pairs;
-  const DecodePlace p = a.grid.place(blockIdx.x);
-  const DecodeBranch& of = a.grid.branches[p.branch];
-  const int warp = threadIdx.x / kWarpThreads, columns = a.tensors.columns;
+  __shared__ DecodePairs all_pairs[Shape::kWarps];
+  __shared__ unsigned present[Shape::kWarps][Shape::kStages];
+  start_next_kernel();
+  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
+  const DecodePlace p = a.grid.place(blockIdx.x, warp);
   const int length = a.tensors.length(p.entry);
   const StrandRows strand = a.grid.strand(p, length);
-  if (warp == 0) find_pairs(a, p, strand, length, pairs);
-  __syncthreads();
-  const auto record = [&](int place, int index) {
-    return a.records + a.grid.record(p.branch, p.entry, pairs.head[place], pairs.row[place], index) * (columns + 4);
-  };
-
-  if (chunk_begin(p.chunk) < pairs.end) {
-    const std::uint32_t q_tile = shared_address(shared);
-    constexpr int kPlaces = Shape::kPitch / 16;
+  // The first keys are loaded before it is known who attends to them: what comes until then takes a microsecond.
+  const std::uint32_t q_tiles = shared_address(shared);
+  const DecodeKeys<Shape> keys(a, p, strand, q_tiles + Shape::kTiles * Shape::kTileBytes);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < 16 * kPlaces; i += Shape::kThreads) {
-      const int place = i / kPlaces, chunk = i % kPlaces, from = min(place, pairs.count - 1);
-      const char* const row =
-          a.tensors.q.data + a.tensors.q.offset(p.entry, a.grid.first_row + pairs.row[from], pairs.head[from]) *
-                                 static_cast<std::int64_t>(sizeof(T));
-      load_chunk<T, Shape::kFeatures>(q_tile + chunk_offset<Shape::kPitch>(place, chunk), row, chunk,
-                                      place < pairs.count, columns, a.tensors.aligned);
-    }
+  for (int step = 0; step < Shape::kStages - 1; ++step) {
+    const unsigned found = keys.load(warp, step);
+    if (lane == 0) present[warp][step] = found;
+  }
+  DecodePairs& pairs = all_pairs[warp];
+  find_pairs(a, p, strand, length, pairs);
+  int end = 0;
+  if constexpr (Shape::kTiles > 1) {
+    __syncthreads();
+    for (const DecodePairs& one : all_pairs) end = max(end, one.end);
+  } else {
+    __syncwarp();
+    end = pairs.end;
+  }
+  if (chunk_begin(p.first_chunk) >= end) {
     copy_commit();
-    stream_keys<Shape>(a, p, strand, pairs, shared,
-                       [&](int place, const State& state) { state.put(record(place, p.chunk), columns); });
+    return copy_wait<0>();
   }
-
-  if (of.groups > 0) {
-    const int group = p.chunk / kDecodeFan, first = group * kDecodeFan, expected = min(of.chunks - first, kDecodeFan);
-    if (!last_to_come(a.counters + p.group_counter + group, static_cast<unsigned>(expected))) return;
+  // All warps load the block's tile of Q, or each its own.
+  const std::uint32_t q_tile = q_tiles + (Shape::kTiles > 1 ? warp * Shape::kTileBytes : 0);
+  constexpr int kPlaces = Shape::kPitch / 16, kStep = Shape::kTiles > 1 ? kWarpThreads : Shape::kThreads;
 #pragma unroll 1
-    for (int place = warp; place < pairs.count; place += Shape::kWarps) {
-      const int keys = a.grid.keys(strand, pairs.own[place]);
-      const int count = min(chunks_of(keys) - first, kDecodeFan);
-      if (count > 0)
-        State::of_records(record(place, first), count, columns).put(record(place, of.chunks + group), columns);
+  for (int i = Shape::kTiles > 1 ? lane : threadIdx.x; i < 16 * kPlaces; i += kStep) {
+    const int place = i / kPlaces, chunk = i % kPlaces;
+    const bool there = place < pairs.count;
+    const char* const row =
+        there ? a.tensors.q.data + a.tensors.q.offset(p.entry, a.grid.first_row + pairs.row[place], pairs.head[place]) *
+                                       static_cast<std::int64_t>(sizeof(T))
+              : a.tensors.q.data;
+    load_chunk<T, Shape::kFeatures>(q_tile + chunk_offset<Shape::kPitch>(place, chunk), row, chunk, there,
+                                    a.tensors.columns, a.tensors.aligned);
+  }
+#pragma unroll
+  for (int group = 0; group < Shape::kStages - 1; ++group) copy_commit();  // all that was loaded is the first group
+  stream_keys<Shape>(a, p, strand, pairs, keys, keys.steps(end), q_tile, present);
+}
+
+/// A block writes the result of one row and head: warps merge up to kDecodeFan chunks each, the first one those groups.
+template <class T, int kQuads>
+__global__ void __launch_bounds__(kMergeThreads) merge_chunks(const __grid_constant__ Decode a) {
+  using State = DecodeState<kQuads>;
+  constexpr int kPitch = 128 * kQuads + 4;
+  __shared__ __align__(16) float groups[kDecodeFan][kPitch];
+  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, warps = blockDim.x / kWarpThreads;
+  const int row = static_cast<int>(blockIdx.x % a.grid.rows), head_of_all = static_cast<int>(blockIdx.x / a.grid.rows);
+  const int head = head_of_all % a.grid.heads, entry = head_of_all / a.grid.heads;
+  const int position = a.grid.positions[row], columns = a.tensors.columns;
+  start_next_kernel();
+  wait_for_kernel_before();
+  const int length = a.tensors.length(entry);
+  State total;
+#pragma unroll 1
+  for (int b = 0; b < a.grid.branch_count; ++b) {
+    const DeviceBranch& branch = a.grid.rules[b];
+    if (!branch.owns(head) || position >= length) continue;
+    const StrandRows strand = branch.strand(head, position / branch.segment, length);
+    const int own = strands::piece_row(strand.start, strand.stride, strand.count, position);
+    if (own < 0) continue;
+    const int chunks = chunks_of(a.grid.keys(strand, own)), parts = strands::ceil_divide(chunks, kDecodeFan);
+    const float* const records = a.records + a.grid.record(b, entry, head, row, 0) * (columns + 4);
+#pragma unroll 1
+    for (int first = 0; first < parts; first += kDecodeFan) {
+      const int count = min(parts - first, kDecodeFan);
+      __syncthreads();
+      for (int part = warp; part < count; part += warps) {
+        const int chunk = (first + part) * kDecodeFan;
+        State::template of_records<kDecodeFan>(records + static_cast<std::int64_t>(chunk) * (columns + 4), columns + 4,
+                                               min(chunks - chunk, kDecodeFan), columns)
+            .put(groups[part], columns);
+      }
+      __syncthreads();
+      if (warp == 0) total.add(State::template of_records<kDecodeFan>(groups[0], kPitch, count, columns));
+    }
+    if (const int padding = branch.padding(strand.count, length, a.rules.causal); padding > 0) {
+      State zeros;
+      zeros.largest = 0.0f;
+      zeros.sum = static_cast<float>(padding);
+      total.add(zeros);
     }
   }
-  if (last_to_come(a.counters + p.entry * a.grid.kv_heads + p.kv_head, a.grid.arrivals(p.kv_head)))
-    finish_rows<Shape>(a, p.entry, p.kv_head, length);
+  if (warp > 0) return;
+  const std::int64_t q_row = a.grid.first_row + row;
+  const float factor = total.sum == 0.0f ? 0.0f : a.rules.output_scale / total.sum;
+  T* const target = reinterpret_cast<T*>(a.tensors.out.data) + a.tensors.out.offset(entry, q_row, head);
+#pragma unroll
+  for (int j = 0; j < State::kQuads; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (State::column(j) < columns)
+        target[State::column(j) + i] = from_float<T>(total.sum == 0.0f ? 0.0f : total.out[j][i] * factor);
+    }
+  if (a.tensors.lse.data && lane == 0)
+    a.tensors.lse.at(entry, q_row, head) =
+        total.sum == 0.0f ? -LONGSPAN_INFINITY : fmaf(decode_base(total.largest), kLn2, logf(total.sum));
 }
 
 }  // namespace longspan::cuda

@@ -36,6 +36,7 @@ void fill_zero(const TensorView&, void*) { throw Unsupported(why_none()); }
 void to_float(const ConstTensorView&, const TensorView&, void*) { throw Unsupported(why_none()); }
 void fill_one(const TensorView&, void*) { throw Unsupported(why_none()); }
 ConstTensorView download(const ConstTensorView&, std::vector<std::byte>&, void*) { throw Unsupported(why_none()); }
+void append_token(const StrandCache&, const TokenRows&, const TokenRows&, int, void*) { throw Unsupported(why_none()); }
 BlockMask chosen_blocks(const Plan&, std::size_t, const ConstTensorView&, const ConstTensorView&, const Call&,
                         std::span<const RowRange>) {
   throw Unsupported(why_none());

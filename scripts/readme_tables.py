@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+from option_tables import decode_table, few_rows_table, options_table, token_table
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -413,11 +415,11 @@ PAGES = {
         "cpu pick": lambda: indexing_table("indexing_cpu", "pick_ms"), "offset": offset_table, "strands": strands_table,
     },
     "docs/choosing.md": {"gpu": lambda: choosing_table("choosing_h200"), "cpu": lambda: choosing_table("choosing_cpu")},
-    "README.md": {"gpu": gpu_table, "cpu": cpu_table, "blocks": short_block_table},
+    "README.md": {"gpu": gpu_table, "cpu": cpu_table, "blocks": short_block_table, "options": options_table},
     "docs/performance.md": {
         "peers": peers_table, "hopper": hopper_table, "profile": profile_table, "backward": backward_table,
         "backward profile": backward_profile_table, "cuda": cuda_table, "errors": errors_table,
-        "lengths": lengths_table,
+        "lengths": lengths_table, "few rows": few_rows_table, "decode": decode_table, "token": token_table,
     },
     "docs/block_sparse.md": {"blocks": block_table, "small blocks": small_block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},

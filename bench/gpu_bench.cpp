@@ -41,6 +41,7 @@ struct Workload {
   // Call data: the share of keys that key_mask allows, at random, or all but those at the end; ALiBi slopes.
   double kept = 1, filled = 1;
   bool alibi = false;
+  std::vector<RowRange> ranges = {};  // of queries; none: all rows
 };
 
 /// Block masks: each block row sees five blocks around it, the first one, and four at a distance.
@@ -56,6 +57,19 @@ Pattern far_blocks(std::int64_t tokens, int block_size) {
       if (column >= 0 && column < blocks)
         rows[static_cast<std::size_t>(row)].push_back(static_cast<std::int32_t>(column));
     }
+  }
+  return Pattern::block_sparse(BlockMask::from_rows(block_size, 1, blocks, rows));
+}
+
+/// The pairs of a mask of blocks of 64 as blocks of another size.
+Pattern finer_blocks(const BlockMask& mask, int block_size) {
+  const std::int64_t parts = mask.block_size() / block_size, blocks = mask.blocks() * parts;
+  std::vector<std::vector<std::int32_t>> rows;
+  for (std::int64_t row = 0; row < blocks; ++row) {
+    rows.emplace_back();
+    for (const std::int32_t column : mask.row(0, row / parts))
+      for (std::int64_t part = 0; part < parts; ++part)
+        rows.back().push_back(static_cast<std::int32_t>(column * parts + part));
   }
   return Pattern::block_sparse(BlockMask::from_rows(block_size, 1, blocks, rows));
 }
@@ -98,6 +112,16 @@ std::vector<Workload> workloads() {
     for (const std::int64_t dim : {64, 128})
       for (const int block : {128, 64})
         add(fmt::format("blocks{}_d{}", block, dim), 131072, 8, dim, far_blocks(131072, block));
+    for (const std::int64_t dim : {64, 128, 256}) {
+      // The same pairs in blocks of several sizes; rows and keys that all see, and as many pairs in a window.
+      const std::int64_t tokens = 32768;
+      const BlockMask some = BlockPattern::random(0.04, 3, 64).mask(tokens / 64, 1, causal);
+      for (const int block : {64, 32, 16})
+        add(fmt::format("runs{}_d{}", block, dim), tokens, 8, dim, finer_blocks(some, block));
+      add(fmt::format("global_d{}", dim), tokens, 8, dim,
+          Pattern::block_sparse(BlockPattern::global_local(64, 512, 64)));
+      add(fmt::format("window_d{}", dim), tokens, 8, dim, Pattern::block_sparse(BlockPattern::local_window(640, 64)));
+    }
     add("bigbird_d64", 131072, 8, 64, Pattern::block_sparse(BlockPattern::bigbird(-1, -1, 0.01, 0, 128)));
     add("random_d64", 131072, 8, 64, Pattern::block_sparse(BlockPattern::random(0.01, 0, 128)));
     for (std::size_t i = named; i < list.size(); ++i) list[i].always = false;
@@ -120,6 +144,7 @@ std::vector<Workload> workloads() {
       add("keys90", [](Workload& work) { work.kept = 0.9; });
       add("padding10", [](Workload& work) { work.filled = 0.9; });
       add("alibi", [](Workload& work) { work.alibi = true; });
+      add("ranges", [](Workload& work) { work.ranges = {{0, 5000}, {5000, 11384}}; });
       add("dropout", [](Workload& work) { work.options.dropout = 0.1; });
       add("all", [](Workload& work) { work.kept = 0.9, work.alibi = true, work.options.dropout = 0.1; });
     }
@@ -137,8 +162,14 @@ std::vector<Workload> workloads() {
       again.name += "_detached";
       again.options.detached_mix = true;
       list.push_back(again);
+      for (const bool detached : {false, true}) {
+        again.name = name + (detached ? "_detached_dropout" : "_dropout");
+        again.options.detached_mix = detached;
+        again.options.dropout = 0.1;
+        list.push_back(again);
+      }
     }
-    if (!list[i].always || list[i].dtype != DType::bf16) continue;
+    if (list[i].dtype != DType::bf16) continue;
     again = list[i];
     again.name += "_deterministic";
     again.options.deterministic = true;
@@ -260,6 +291,7 @@ void run(const Workload& work, const Request& request) {
   const auto device_slopes = upload(slopes);
   if (work.kept < 1 || work.filled < 1)
     call.key_mask = ConstTensorView::mask(device_mask.get(), entries, work.tokens, device);
+  call.query_ranges = work.ranges;
   if (work.alibi) call.alibi_slopes = ConstTensorView::per_head(device_slopes.get(), heads, device);
   const auto plan = attention.plan(Attention::problem(view(q), view(k), call));
   const PlanTotals totals = plan->totals();

@@ -45,6 +45,7 @@ struct ForwardArguments {
   std::byte* workspace = nullptr;
   const ForwardPart* part = nullptr;  // null: everything at once
   std::int64_t share_of = 0;          // a ring's rank: query rows of the whole problem
+  int first_branch = 0;               // what dropout counts the plan's first branch as
 };
 
 struct BackwardArguments {

@@ -36,9 +36,10 @@ std::vector<Setting> settings() {
           {"blocks_lengths", local_blocks(64), {2, 1299, 2, 2, 64}, {1299, 650}, {}}};
 }
 
-enum class Extra { none, scattered, middle, nothing, alibi, negative, zero, detached, dropout, all };
-constexpr const char* kNames[] = {"plain",          "scattered_keys", "keys_in_the_middle", "no_keys", "alibi",
-                                  "negative_scale", "scale_zero",     "detached_mix",       "dropout", "all"};
+enum class Extra { none, scattered, middle, nothing, alibi, negative, zero, detached, dropout, both, all };
+constexpr const char* kNames[] = {
+    "plain",        "scattered_keys", "keys_in_the_middle", "no_keys", "alibi", "negative_scale", "scale_zero",
+    "detached_mix", "dropout",        "detached_dropout",   "all"};
 
 void add(Case& c, Extra extra) {
   const std::size_t tokens = static_cast<std::size_t>(c.shape.tokens),
@@ -58,8 +59,8 @@ void add(Case& c, Extra extra) {
   }
   if (all || extra == Extra::negative) c.options.scale = -0.11;
   if (extra == Extra::zero) c.options.scale = 0.0;
-  if (extra == Extra::detached) c.options.detached_mix = true;
-  if (all || extra == Extra::dropout) {
+  if (extra == Extra::detached || extra == Extra::both) c.options.detached_mix = true;
+  if (all || extra == Extra::dropout || extra == Extra::both) {
     c.options.dropout = 0.3;
     c.seed = 0x1234567890abcdefu;
   }
@@ -157,7 +158,8 @@ INSTANTIATE_TEST_SUITE_P(Hopper, HopperBackwardExtras,
                          ::testing::Combine(::testing::ValuesIn(settings()),
                                             ::testing::Values(Extra::none, Extra::scattered, Extra::middle,
                                                               Extra::nothing, Extra::alibi, Extra::negative,
-                                                              Extra::zero, Extra::detached, Extra::dropout, Extra::all),
+                                                              Extra::zero, Extra::detached, Extra::dropout, Extra::both,
+                                                              Extra::all),
                                             ::testing::Bool()),
                          name_of_case);
 

@@ -326,8 +326,8 @@ TEST(HopperGradients, RefusalsSayWhy) {
   names(why(problem_of(300, 4, 136), in_order), "deterministic gradients of head dims up to 128, here it is 136");
   Options options;
   options.detached_mix = true;
-  options.dropout = 0.1;
-  names(why(problem_of(300, 4, 64), options, Pattern::longnet({64, 128}, {1, 2})), "detached_mix with dropout");
+  names(why(problem_of(300, 4, 64), options, Pattern::parse("longnet 256/1{block=64 local_window(64)} 512/2")),
+        "detached_mix with block masks");
   names(why(problem_of(1'048'576, 8, 64), {}, Pattern::dilated({16}, {1})), "4.0 times the rows of dq, 3 at most");
   names(why(problem_of(262'144, 8, 16), {}, Pattern::longnet({1, 2}, {1, 1})), "times the rows of dq, 3 at most");
   EXPECT_EQ(Attention(Pattern::dense(), {}).plan(problem_of(300, 4, 64))->kernel_name(Pass::backward), kHopper);

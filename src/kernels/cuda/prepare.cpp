@@ -368,17 +368,11 @@ bool covers_everything(const Plan& plan) {
   return std::all_of(branches.begin(), branches.end(), dense);
 }
 
-namespace {
-
-/// Whether calls make a branch's mask. A cached plan has to answer as the plan of a call does, so theirs count as long
-/// ones.
 bool made_by_calls(const Plan& plan, std::size_t branch) {
   const auto& blocks = plan.pattern().branches()[branch].mask;
   const bool drawn = plan.problem().has_lengths && blocks && blocks->depends_on_length(plan.options().causal);
   return plan.branches()[branch].adaptive_density > 0 || drawn;
 }
-
-}  // namespace
 
 bool splits_lists(const Plan& plan) {
   if (plan.options().deterministic) return false;
@@ -393,6 +387,16 @@ std::int64_t slots_of(const Plan& plan, std::size_t branch, int tile_rows) {
   const auto& mask = plan.branches()[branch].mask;
   if (!mask || plan.merges_branches() || made_by_calls(plan, branch)) return 0;
   return slots_of(*mask, {.tile_rows = tile_rows, .splits = true, .causal = plan.options().causal});
+}
+
+bool cuts_lists(const Plan& plan) {
+  bool long_ones = false;
+  for (std::size_t b = 0; b < plan.branches().size(); ++b) {
+    const auto& mask = plan.branches()[b].mask;
+    if (mask && made_by_calls(plan, b)) return false;
+    long_ones = long_ones || (mask && has_long_columns(*mask));
+  }
+  return long_ones;
 }
 
 std::int64_t longest_sum(const Plan& plan) {
@@ -482,6 +486,7 @@ void for_each_writer(const Launch& launch, int group, const std::function<void(c
 void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {
   const Workspace space = layout(a.plan, Pass::forward, matrix, a.workspace);
   Launch launch = describe(a, space, matrix);
+  launch.rules.first_branch = a.first_branch;
   const PieceTable pieces(launch, a.call, a.q.device);
   launch.scratch.state_sums = space.state_sums;
   launch.scratch.state = space.state;

@@ -44,6 +44,11 @@ bool has_key_sums(const BackwardArguments& arguments);
 
 /// Whether a backward cuts long lists of block masks into several items; never where gradients are deterministic.
 bool splits_lists(const Plan& plan);
+/// Whether lists that are the same for every call are long, so that deterministic gradients may cut them too.
+bool cuts_lists(const Plan& plan);
+/// Whether calls make a branch's mask. A cached plan has to answer as the plan of a call does, so theirs count as long
+/// ones.
+bool made_by_calls(const Plan& plan, std::size_t branch);
 
 /// Parts that a forward cuts lists of a branch's mask into, for each strand: those of a mask that calls do not make,
 /// where rows are of one branch only.

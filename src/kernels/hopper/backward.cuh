@@ -116,15 +116,21 @@ cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
     if (launch.parts.extras == BackwardExtras::some) return start_extras.template operator()<BackwardExtras::some>();
     if (launch.parts.extras == BackwardExtras::dropout)
       return start_extras.template operator()<BackwardExtras::dropout>();
-    using S = BackwardShape<T, kColumns, kLists, kMerges>;
-    if constexpr (S::kClosesApart) {
-      if (launch.totals) return start_shape.template operator()<BackwardShape<T, kColumns, kLists, kMerges, true>>();
+    if constexpr (kLists && kMerges) {
+      return cudaErrorInvalidValue;  // these have options
+    } else {
+      using S = BackwardShape<T, kColumns, kLists, kMerges>;
+      if constexpr (S::kClosesApart) {
+        if (launch.totals) return start_shape.template operator()<BackwardShape<T, kColumns, kLists, kMerges, true>>();
+      }
+      return start_shape.template operator()<S>();
     }
-    return start_shape.template operator()<S>();
   };
   return with_columns(launch.parts, [&]<int kColumns>() {
     if (launch.parts.lists) {
-      if constexpr (kColumns == 64 || kColumns == 128) return start.template operator()<kColumns, true, false>();
+      if constexpr (kColumns == 48 || kColumns == 96) return cudaErrorInvalidValue;
+      else if (launch.parts.base.schedule.merges) return start.template operator()<kColumns, true, true>();
+      else if constexpr (kColumns <= kWidestStaged) return start.template operator()<kColumns, true, false>();
       else return cudaErrorInvalidValue;
     }
     if (launch.parts.base.schedule.merges) return start.template operator()<kColumns, false, true>();
@@ -134,7 +140,7 @@ cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
 template <class T>
 cudaError_t start_prepare(const PartsLaunch& launch, cudaStream_t stream) {
   return with_columns(launch, [&]<int kColumns>() {
-    const std::int64_t blocks = static_cast<std::int64_t>(launch.items) + launch.fill_items;
+    const std::int64_t blocks = static_cast<std::int64_t>(launch.list_blocks) + launch.items + launch.fill_items;
     if (blocks == 0) return cudaSuccess;
     return cuda::start<&prepare<BackwardShape<T, kColumns>>>(blocks, kPartsThreads, 0, stream, launch);
   });
@@ -149,6 +155,14 @@ cudaError_t start_convert(const PartsLaunch& launch, cudaStream_t stream) {
     if (blocks == 0) return cudaSuccess;
     if (launch.base.schedule.merges) return start_early<&convert_rows<S>>(blocks, kPartsThreads, 0, stream, launch);
     return start_early<&convert_tiles<S>>(blocks, kPartsThreads, 0, stream, launch);
+  });
+}
+
+template <class T>
+cudaError_t start_order(const PartsLaunch& launch, unsigned blocks, cudaStream_t stream) {
+  return with_columns(launch, [&]<int kColumns>() {
+    if constexpr (kColumns == 48 || kColumns == 96) return cudaErrorInvalidValue;
+    else return cuda::start<&order_lists<BackwardShape<T, kColumns>>>(blocks, kPartsThreads, 0, stream, launch);
   });
 }
 

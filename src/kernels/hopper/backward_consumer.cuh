@@ -120,32 +120,39 @@ struct BackwardConsumer {
     products_commit();
   }
 
-  /// What the producer says of the tile of queries.
-  __device__ __forceinline__ BackwardNote note() const {
-    if constexpr (S::kLists) return notes[q.parity * S::kStages + q.stage];
-    else return {tile * kQueries, ~0u};
+  /// What the producer says of the tile of queries, in lists.
+  __device__ __forceinline__ const BackwardNote& note() const { return notes[q.parity * S::kStages + q.stage]; }
+  __device__ __forceinline__ int first_query() const {
+    if constexpr (S::kLists) return note().first;
+    else return tile * kQueries;
   }
   __device__ __forceinline__ bool masks() const {
-    if constexpr (S::kLists) return note().masks(group);
+    if constexpr (S::kLists) return note().masks >> group & 1;
     else return tile < masked_until;
+  }
+  /// Sixteen queries at a time that do not see the warp's sixteen keys.
+  __device__ __forceinline__ void mask_unseen() {
+    const std::uint32_t sees = note().sees[S::kShared ? 0 : group] >> 8 * warp();
+#pragma unroll
+    for (int chunk = 0; chunk < kQueries / kChunkRows; ++chunk) {
+      if (sees >> chunk & 1) continue;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) scores[chunk * 8 + j] = -LONGSPAN_INFINITY;
+    }
   }
   /// Keys after the strand's end, under a causal mask queries before a key, and those whose block does not see this
   /// one.
   __device__ __forceinline__ void mask() {
     const auto& task = tasks[taken % kTaskSlots];
-    const BackwardNote of = note();
-    const int own = own_key(), first = of.first + 2 * (lane % 4);
+    const int own = own_key(), first = first_query() + 2 * (lane % 4);
     const int keys = task.keys, diagonal = task.diagonal;
     const auto open_from = [&](int key) {
       return key >= keys ? kQueries : a.parts.base.rules.causal ? key + diagonal - first : -kQueries;
     };
-    int upper = open_from(own), lower = open_from(own + 8);
+    const int upper = open_from(own), lower = open_from(own + 8);
     if constexpr (S::kLists) {
-      if (!of.sees(group, 0)) upper = max(upper, kGroupRows), lower = max(lower, kGroupRows);
-      if (kQueries > kGroupRows && !of.sees(group, 1)) {
-#pragma unroll
-        for (int j = kGroupRows / 2; j < kQueries / 2; ++j) scores[j] = -LONGSPAN_INFINITY;
-      }
+      mask_unseen();
+      if (!__any_sync(~0u, max(upper, lower) > 0)) return;
     }
 #pragma unroll
     for (int j = 0; j < kBlocks8; ++j) {
@@ -168,8 +175,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void draw() const {
     if constexpr (S::kDropout) {
       const auto& task = tasks[taken % kTaskSlots];
-      const int first = S::kLists ? note().first : tile * kQueries;
-      const std::uint32_t position = task.position + (first - task.diagonal) * task.stride;
+      const std::uint32_t position = task.position + (first_query() - task.diagonal) * task.stride;
       draw_bits<S>(
           a.parts.base.rules, memory.bits(group), position, task.stride,
           {0, task.draw_group + group * (S::kGroupStep / 8), task.draw_head, static_cast<std::uint32_t>(task.entry)});
@@ -400,12 +406,26 @@ struct BackwardConsumer {
     }
   }
 
+  /// `deterministic`: the items of a list that is cut add dK and dV in their order, each group its own.
+  __device__ __forceinline__ unsigned* parts_done(const typename S::Item& task) const {
+    return a.parts.key_turns + (task.first_sums + task.first_key / kGroupRows) * 2 + group;
+  }
+  __device__ __forceinline__ void await_parts(const typename S::Item& task) const {
+    if (thread == 0) {
+      while (cuda::load_acquire(parts_done(task)) != static_cast<unsigned>(task.part)) {}
+      __threadfence();
+    }
+    sync_group();
+  }
   /// dV and dK leave through the item's own tiles of V and K.
   __device__ __forceinline__ void write_keys(const typename S::Item& task, std::uint32_t stage_of_keys) {
     const cuda::Launch& base = a.parts.base;
     const int rows = task.keys - group * S::kGroupStep;
     bool sums = base.gradients.sum_keys;
-    if constexpr (S::kLists) sums = sums || task.split;
+    if constexpr (S::kLists) {
+      sums = sums || task.split;
+      if (a.parts.turns && task.part >= 0) await_parts(task);
+    }
     // Never with halves. `tile` may be the next item's.
     const bool totals = S::kCloses && (task.tiles - 1) / kTilesOfSum * kTilesOfSum > task.first_tile;
     const bool halved = task.pair >= 0, boxes = !sums && !halved && !totals && rows >= kGroupRows;
@@ -433,7 +453,13 @@ struct BackwardConsumer {
       }
     }
     fence_shared();  // next the copy engine reads these tiles, or loads others into their place
+    if constexpr (S::kLists) {
+      if (a.parts.turns && task.part >= 0) __threadfence();
+    }
     sync_group();
+    if constexpr (S::kLists) {
+      if (thread == 0 && a.parts.turns && task.part >= 0) add_release(parts_done(task));
+    }
     if (thread == 0 && boxes) {
       Place place{own_column(), task.k_index + group * S::kGroupStep, task.k_phase, task.kv_head, task.entry};
 #pragma unroll
@@ -463,7 +489,7 @@ struct BackwardConsumer {
     if constexpr (S::kExtras) {
       const auto& task = tasks[taken % kTaskSlots];
       if (rescales) {
-        const int first = note().first - task.diagonal - group * S::kGroupStep;
+        const int first = first_query() - task.diagonal - group * S::kGroupStep;
         rescale(scores, a.parts.base.rules.scale * cuda::kLog2E, task.bias, first, first + 2 * (lane % 4) - own_row());
       }
       if (uniform(task.hides)) overwrite_excluded(task, own_key(), scores, -LONGSPAN_INFINITY);
@@ -557,9 +583,10 @@ struct BackwardConsumer {
         multiply_keys(part);
         products_wait<0>();
         pin(dqueries);
-        add_queries(task, tile, part);
+        add_queries(task, first_query() / kQueries, part);
       }
       multiply_keys(S::kSumTiles - 1);
+      [[maybe_unused]] const int place = first_query() / kQueries;
 
       const std::uint32_t used = q.stage, used_key = k.stage;
       const bool last = advance(more);
@@ -571,7 +598,7 @@ struct BackwardConsumer {
       pin(dvalues);
       free_tile(used);
       arrive_threads(kRead + (group ^ 1), kBoth);
-      if constexpr (S::kShared) add_queries(task, tile - 1, S::kSumTiles - 1);
+      if constexpr (S::kShared) add_queries(task, S::kLists ? place : tile - 1, S::kSumTiles - 1);
       else stage();
       draw();
       products_wait<0>();

@@ -8,16 +8,19 @@
 //   over 128, whose sums do not go through shared memory, have them in their order.
 #pragma once
 
+#include "kernels/hopper/backward_listed.h"
 #include "kernels/hopper/launch.h"
 
 namespace longspan::hopper {
 
 inline constexpr int kSumTileRows = 64;
+inline constexpr int kUnitsAtOnce = 32;      // tiles of sums whose turns one thread block counts
 inline constexpr int kSumBlockColumns = 16;  // of shared rows of sums
 inline constexpr int kWidestStaged = 128;    // head dim up to which dq goes through shared memory
 inline constexpr int kKeyTileRows = 128;
-inline constexpr int kWarpsOfKeys = 8;  // that hold a tile of keys
-inline constexpr int kMostHalved = 66;  // items: half of the multiprocessors of the GPU that this is made for
+inline constexpr int kPartsThreads = 256;  // of a block of the kernels around the main one
+inline constexpr int kWarpsOfKeys = 8;     // that hold a tile of keys
+inline constexpr int kMostHalved = 66;     // items: half of the multiprocessors of the GPU that this is made for
 // |lse| in base 2 up to which P = exp2(s * factor - lse) needs no minimum. lse is not below any score, and forward and
 // backward compute a score's bits alike, so only the roundings of lse, of its conversion to base 2 and of the
 // multiply-add put the exponent above 0: by 3 * 2^-24 * 2^8 < 2^-14, so that P <= 1 + 2^-14.
@@ -65,22 +68,30 @@ enum class BackwardExtras { none, some, dropout };
 /// What preparation and conversion are told: work by tiles of 64 query rows, then items of rows that no branch covers.
 struct PartsLaunch {
   cuda::Launch base;
-  StrandPlaces places[cuda::kMaxWork];  // of branch b in range r: [r * branches + b]
-  float* lse;                           // of each row, in base 2 and negative; -inf where a row has no keys
-  float* delta;                         // dscore_scale * (dlse - delta)
-  float* sums;                          // of dq
-  std::uint8_t* far_lse;                // of each tile of 64 rows: some |lse| exceeds kPlainLse
-  unsigned* ticket;                     // the main kernel's next item
-  unsigned* turns;                      // deterministic: tiles of keys that were added to each tile of sums
-  unsigned* joined;                     // items with half of the queries that are done with their keys
-  unsigned items, fill_items;           // of strands, and of uncovered rows after them
-  bool finish_keys;                     // sums of dk and dv are complete: the conversion writes them too
-  bool zero_keys;                       // uncovered rows of dk and dv are those of dq, and nobody else writes them
-  bool lists;                           // some branch has a block mask
-  bool splits;                          // some lists are cut: only the keys of these are added up in sums
-  int sum_columns;                      // where branches share rows: of a row of sums
+  StrandPlaces places[cuda::kMaxWork];     // of branch b in range r: [r * branches + b]
+  float* lse;                              // of each row, in base 2 and negative; -inf where a row has no keys
+  float* delta;                            // dscore_scale * (dlse - delta)
+  float* sums;                             // of dq
+  std::uint8_t* far_lse;                   // of each tile of 64 rows: some |lse| exceeds kPlainLse
+  unsigned* ticket;                        // the main kernel's next item
+  unsigned* turns;                         // deterministic: tiles of keys that were added to each tile of sums
+  unsigned* key_turns;                     // of cut lists: items that have added to each 64 keys, by group
+  unsigned* joined;                        // items with half of the queries that are done with their keys
+  ListedTile* listed[cuda::kMaxBranches];  // of branches with a block mask
+  unsigned list_blocks;                    // of threads that make these, before the items
+  unsigned items, fill_items;              // of strands, and of uncovered rows after them
+  bool finish_keys;                        // sums of dk and dv are complete: the conversion writes them too
+  bool zero_keys;                          // uncovered rows of dk and dv are those of dq, and nobody else writes them
+  bool lists;                              // some branch has a block mask
+  bool splits;                             // some lists are cut: only the keys of these are added up in sums
+  int sum_columns;                         // where branches share rows: of a row of sums
   BackwardExtras extras;
 
+  /// Thread blocks of the kernel that orders the items of lists, for one head of a branch's mask.
+  LONGSPAN_DEVICE unsigned ordered_blocks(int branch) const {
+    const std::int64_t rows = base.schedule.branches[branch].longest_strand(base.tensors.tokens);
+    return static_cast<unsigned>((rows + kUnitsAtOnce * kSumTileRows - 1) / (kUnitsAtOnce * kSumTileRows));
+  }
   /// Sums of a row of q, where branches share them.
   LONGSPAN_DEVICE float* merged_row(int entry, int head, std::int64_t q_row) const {
     return sums + base.tensors.packed_row(entry, q_row, head) * sum_columns;
@@ -162,20 +173,23 @@ struct BackwardTask {
   }
 };
 
-/// Whether a place is one of several of its tile of keys, and whether it is the first of them.
-LONGSPAN_DEVICE bool is_part(const cuda::BlockLists& lists, const cuda::Item& item, bool& first) {
+/// Which of several places of its tile of keys a place is; -1 if it is the only one.
+LONGSPAN_DEVICE int part_of(const cuda::BlockLists& lists, const cuda::Item& item) {
   const cuda::BlockPlace* const here = &lists.place(item.entry, item.head, item.tile);
-  first = item.tile == 0 || here[-1].tile != here->tile;
-  return here->tile >= 0 && (!first || (item.tile + 1 < lists.place_count && here[1].tile == here->tile));
+  if (here->tile < 0) return -1;
+  int part = 0;
+  while (part < item.tile && here[-part - 1].tile == here->tile) ++part;
+  return part > 0 || (item.tile + 1 < lists.place_count && here[1].tile == here->tile) ? part : -1;
 }
 
 /// An item whose queries are what a list of a block mask names.
-struct BackwardListTask : BackwardTask {
-  bool listed;  // else the branch has no mask: tiles in order
-  bool empty;   // no query sees these keys: one tile is computed on zeros
-  bool split;   // one of several items that have these keys
+template <class Base>
+struct BackwardListTask : Base {
+  const ListedTile* list;  // null: the branch has no mask, all tiles in order
+  bool empty;              // no query sees these keys: one tile is computed on zeros
+  bool split;              // one of several items that have these keys, and the only ones that add to sums
+  int part;                // which of them; -1: there are no others
   int first_key;
-  cuda::BlockWalk list;
 };
 
 /// An item of branches that share rows, of heads over 128.
@@ -194,13 +208,13 @@ struct BackwardExtrasTask : Base {
   LONGSPAN_DEVICE bool allows(int key) const { return allowed[key / 32] >> key % 32 & 1; }
 };
 
-/// What consumers are told of a tile of queries in lists: its first query; in bits 0 and 1 whether a group masks
-/// anything, from bit 2 on whether group 0 sees the first and the second half of it, and group 1.
+/// What a block is told of a tile of queries in lists.
 struct BackwardNote {
-  int first;
-  unsigned flags;
-  LONGSPAN_DEVICE bool masks(int group) const { return flags >> group & 1; }
-  LONGSPAN_DEVICE bool sees(int group, int half) const { return flags >> (2 + 2 * group + half) & 1; }
+  int first;              // query
+  unsigned masks;         // bit for each group: it masks something
+  std::uint32_t sees[2];  // as ListedTile has them
+  unsigned turn[2];
+  LONGSPAN_DEVICE bool meets(int half) const { return ((sees[0] | sees[1]) & kFirstHalf << 4 * half) != 0; }
 };
 
 }  // namespace longspan::hopper

@@ -1,11 +1,9 @@
 // What surrounds the main kernel of the Hopper backward: row values and zeroed sums before it, sums to dq after it.
 #pragma once
 
-#include "kernels/hopper/backward_shape.cuh"
+#include "kernels/hopper/backward_order.cuh"
 
 namespace longspan::hopper {
-
-inline constexpr int kPartsThreads = 256;
 
 /// Eight numbers of 16 bits as floats.
 template <class T>
@@ -73,11 +71,13 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
   using T = typename S::Element;
   constexpr int kLanes = S::kBlocks * 8, kRowsAtOnce = kPartsThreads / kLanes, kPasses = kSumTileRows / kRowsAtOnce;
   allow_next();
-  if (blockIdx.x == 0 && threadIdx.x == 0) *a.ticket = 0;
-  if (blockIdx.x == 0 && a.joined) {
+  if (blockIdx.x < a.list_blocks) return list_places<S>(a, blockIdx.x * kPartsThreads + threadIdx.x);
+  const unsigned index = blockIdx.x - a.list_blocks;
+  if (index == 0 && threadIdx.x == 0) *a.ticket = 0;
+  if (index == 0 && a.joined) {
     for (int i = threadIdx.x; i < kMostHalved * kWarpsOfKeys; i += kPartsThreads) a.joined[i] = 0;
   }
-  const cuda::Item item = a.base.schedule.decode(blockIdx.x);
+  const cuda::Item item = a.base.schedule.decode(index);
   if (item.branch < 0) {
     if (a.base.schedule.merges) zero_merged(a, item);
     if (!a.base.schedule.merges || a.zero_keys) zero_uncovered<T>(a, item);
@@ -104,7 +104,9 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
     for (int i = threadIdx.x; i < S::kBlocks * S::kSumTile / 4; i += kPartsThreads)
       sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  if (a.turns && threadIdx.x < S::kBlocks) a.turns[tile.row / kSumTileRows * S::kBlocks + threadIdx.x] = 0;
+  const std::int64_t sums_tile = tile.row / kSumTileRows;
+  if (a.turns && threadIdx.x < S::kBlocks) a.turns[sums_tile * S::kBlocks + threadIdx.x] = 0;
+  if (a.key_turns && threadIdx.x < 2) a.key_turns[sums_tile * 2 + threadIdx.x] = 0;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int local = pass * kRowsAtOnce + first;
@@ -136,24 +138,6 @@ LONGSPAN_DEVICE std::int64_t key_blocks(const PartsLaunch& a) {
              ? static_cast<std::int64_t>(a.base.tensors.batch) * a.base.tensors.kv_heads * key_row_blocks<S>(a)
              : 0;
 }
-/// Eight columns of dk and dv from their sums.
-template <class T>
-__device__ __forceinline__ void convert_key(const PartsLaunch& a, int entry, int head, int row, int column) {
-  const std::int64_t place =
-      ((static_cast<std::int64_t>(entry) * a.base.tensors.kv_heads + head) * a.base.tensors.tokens + row) *
-          a.base.tensors.columns +
-      column;
-#pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    const cuda::Rows& target = which == 0 ? a.base.gradients.dk : a.base.gradients.dv;
-    const float4* const sums =
-        reinterpret_cast<const float4*>((which == 0 ? a.base.gradients.dk_sum : a.base.gradients.dv_sum) + place);
-    const float4 low = __ldcs(sums), high = __ldcs(sums + 1);
-    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(target.data) + target.offset(entry, row, head) + column) =
-        make_uint4(cuda::pack<T>(low.x, low.y), cuda::pack<T>(low.z, low.w), cuda::pack<T>(high.x, high.y),
-                   cuda::pack<T>(high.z, high.w));
-  }
-}
 template <class S>
 __device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned block) {
   using T = typename S::Element;
@@ -164,36 +148,6 @@ __device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned bloc
             head = static_cast<int>(by_head) % a.base.tensors.kv_heads;
   const int column = threadIdx.x % kLanes * 8;
   if (row < a.base.tensors.tokens && column < a.base.tensors.columns) convert_key<T>(a, entry, head, row, column);
-}
-
-/// Tiles of keys whose lists are cut into several items, which add up in float32: zeros before, dk and dv after. One
-/// block for each item of the main kernel; the first of a tile does it.
-template <class T, bool kFinish>
-__global__ void __launch_bounds__(kPartsThreads) split_keys(const __grid_constant__ PartsLaunch a) {
-  const cuda::Item item = a.base.schedule.decode(blockIdx.x);
-  const cuda::BlockLists& lists = a.base.schedule.lists[item.branch];
-  bool first_part;
-  if (!lists.places || !is_part(lists, item, first_part) || !first_part) return;
-  const cuda::StrandRows strand =
-      a.base.schedule.branches[item.branch].strand(item.head, item.segment, a.base.tensors.length(item.entry));
-  const int first = lists.place(item.entry, item.head, item.tile).tile * kKeyTileRows;
-  const int chunks = a.base.tensors.columns / 8, rows = min(kKeyTileRows, strand.count - first);
-  for (int i = threadIdx.x; i < rows * chunks; i += kPartsThreads) {
-    const int row = strand.start + (first + i / chunks) * strand.stride, column = i % chunks * 8;
-    if constexpr (kFinish) {
-      convert_key<T>(a, item.entry, item.head, row, column);
-    } else {
-      const std::int64_t place =
-          ((static_cast<std::int64_t>(item.entry) * a.base.tensors.heads + item.head) * a.base.tensors.tokens + row) *
-              a.base.tensors.columns +
-          column;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        reinterpret_cast<float4*>(a.base.gradients.dk_sum + place)[half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        reinterpret_cast<float4*>(a.base.gradients.dv_sum + place)[half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
-    }
-  }
 }
 
 /// Sums to dq, tile by tile, for patterns whose branches share no rows.

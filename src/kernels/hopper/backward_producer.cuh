@@ -37,7 +37,7 @@ struct BackwardProducer {
     int first_key = item.tile * S::kKeys;
     if constexpr (S::kLists) {
       const cuda::BlockLists& lists = base.schedule.lists[item.branch];
-      task.listed = task.empty = task.split = false;
+      task.list = nullptr, task.empty = task.split = false, task.part = -1;
       if (lists.places) first_key = lists.place(item.entry, item.head, item.tile).tile * S::kKeys;
       if (first_key < 0) return false;
       task.first_key = first_key;
@@ -59,12 +59,15 @@ struct BackwardProducer {
     if constexpr (S::kLists) {
       const cuda::BlockLists& lists = base.schedule.lists[item.branch];
       if (lists.places) {
+        const cuda::BlockPlace& place = lists.place(item.entry, item.head, item.tile);
+        task.list = a.parts.listed[item.branch] + listed_from(lists, place, S::kQueries);
         task.first_tile = 0;
-        task.tiles = find_queries<S>(lists, lists.place(item.entry, item.head, item.tile), queries.count, task);
+        task.tiles = tiles_before(task.list, place.count > 0 ? task.list[0].tiles : 0, queries.count);
         task.empty = task.tiles == 0;
-        bool first_part;
-        task.split = a.parts.splits && is_part(lists, item, first_part);
-        if (task.empty && (base.gradients.sum_keys || task.split)) return false;
+        task.part = part_of(lists, item);
+        task.split = a.parts.splits && task.part >= 0;
+        const bool counts = a.parts.turns && task.part >= 0;
+        if (task.empty && (base.gradients.sum_keys || task.split) && !counts) return false;
         task.tiles = max(1, task.tiles);
       }
     }
@@ -99,10 +102,11 @@ struct BackwardProducer {
     const std::uint8_t* const marks = a.parts.far_lse + task.first_sums;
     bool far = false;
     if constexpr (S::kLists) {
-      if (task.listed) {
-        const int each = (1 << task.list.shift) / kSumTileRows, end = (task.queries + kSumTileRows - 1) / kSumTileRows;
-        for (int i = lane; i < task.list.count * each; i += kWarpThreads) {
-          const int tile = task.list.block(i / each) * each + i % each;
+      if (task.list) {
+        constexpr int kEach = S::kQueries / kSumTileRows;
+        const int end = (task.queries + kSumTileRows - 1) / kSumTileRows;
+        for (int i = lane; i < (task.empty ? 0 : task.tiles) * kEach; i += kWarpThreads) {
+          const int tile = task.list[i / kEach].first / kSumTileRows + i % kEach;
           far = far || (tile < end && marks[tile] != 0);
         }
         return far;
@@ -241,7 +245,7 @@ struct BackwardProducer {
 #pragma unroll 1
       for (int tile = task.first_tile; tile < task.tiles; ++tile, stage.advance()) {
         int first = tile * S::kQueries;
-        if constexpr (S::kLists) first = cursor.first;
+        if constexpr (S::kLists) first = cursor.next.first;
         const int rows = min(S::kQueries, queries_there - first);
         const bool short_tile = rows < S::kQueries;
         const std::uint32_t queries = memory.queries(stage.stage), douts = memory.douts(stage.stage),
@@ -305,63 +309,103 @@ struct BackwardProducer {
             task.q_phase, task.entry * a.parts.base.tensors.heads + task.head);
   }
 
+  /// Starts to add a tile of one group's dQ, and hands its place in shared memory back.
+  __device__ __forceinline__ void add_tile(const BackwardTask& task, int group, int place) const {
+    if constexpr (S::kMerges) {
+      add_merged_tile(task, group, place);
+    } else {
+      const std::int64_t tile = static_cast<std::int64_t>(task.first_sums) * S::kBlocks + group + 2 * place;
+      add_bytes(a.parts.sums + tile * S::kSumTile, memory.sums(group), S::kSumBytes);
+    }
+    commit_stores();
+    wait_stores_read<0>();
+    arrive(memory.sum_free(group));
+  }
   /// Adds one group's dQ to memory, tile by tile. Deterministic calls add in the order of items: one or two tiles of
   /// queries at a time count those that are done with them. Everything is told before anything is waited for.
   __device__ __forceinline__ void add(int group) const {
-    unsigned* const turns = a.parts.turns;
-    std::uint32_t parity = 0, number = 0;
-    const int step = a.told_tiles;
-    bool primed = false, asked = false;
+    [[maybe_unused]] std::uint32_t number = 0;
+    std::uint32_t parity = 0;
+    bool primed = false;
     for (Ring<kTaskSlots> at;; at.advance()) {
       wait(memory.task_full(at.stage), at.parity);
       const auto& task = tasks[at.stage];
       if (task.tiles < 0) break;
-      const int first = task.first_sums * S::kBlocks + group, tiles = task.tiles;
-      const int own = task.tiles_of(group, S::kQueries);
       if (!primed) {  // consumers hand on nothing once
         wait(memory.sum_full(group), parity);
         arrive(memory.sum_free(group));
         parity ^= 1;
         primed = true;
       }
-#pragma unroll 1
-      for (int tile = task.first_tile; tile < tiles; ++tile, parity ^= 1) {
-        const int begin = tile & -step, end = task.told_end(tile, own, step);
-        const auto is_turn = [&](int of_begin, int of_end) {
-          return cuda::load_acquire(turns + first + 2 * of_begin) ==
-                 static_cast<unsigned>(task.turn(of_end * S::kQueries, a.parts.base.rules.causal));
-        };
-        const bool opens = turns && tile < own && (tile == task.first_tile || tile == begin);
-        while (opens && !asked) asked = is_turn(begin, end);
-        asked = false;
-        wait(memory.sum_full(group), parity);
-        int place = tile;
-        bool none = tile >= own;
-        if constexpr (S::kLists) {
-          place = notes[number++ % (2 * S::kStages)].first / S::kQueries;
-          none = !S::kWide && (2 * place + group) * kSumTileRows >= task.queries;
-        }
-        if (none) {
-          arrive(memory.sum_free(group));
-          continue;
-        }
-        if (opens) fence_memory();
-        if constexpr (S::kMerges) add_merged_tile(task, group, place);
-        else
-          add_bytes(a.parts.sums + static_cast<std::int64_t>(first + 2 * place) * S::kSumTile, memory.sums(group),
-                    S::kSumBytes);
-        commit_stores();
-        wait_stores_read<0>();
-        arrive(memory.sum_free(group));
-        if (turns && tile + 1 == end) {
-          // Tile by tile there is no time to ask after telling, so that is done while the copy engine adds.
-          if (step == 1 && end < own) asked = is_turn(end, end + 1);
-          wait_stores();
-          add_release(turns + first + 2 * begin);
-        }
+      if constexpr (S::kLists) {
+        add_listed(task, group, number, parity);
+      } else {
+        add_in_order(task, group, parity);
       }
     }
     wait_stores();
+  }
+  /// The same for an item whose tiles come one after the other.
+  __device__ __forceinline__ void add_in_order(const BackwardTask& task, int group, std::uint32_t& parity) const {
+    unsigned* const turns = a.parts.turns;
+    const int step = a.told_tiles, first = task.first_sums * S::kBlocks + group, tiles = task.tiles;
+    const int own = task.tiles_of(group, S::kQueries);
+    bool asked = false;
+#pragma unroll 1
+    for (int tile = task.first_tile; tile < tiles; ++tile, parity ^= 1) {
+      const int begin = tile & -step, end = task.told_end(tile, own, step);
+      const auto is_turn = [&](int of_begin, int of_end) {
+        return cuda::load_acquire(turns + first + 2 * of_begin) ==
+               static_cast<unsigned>(task.turn(of_end * S::kQueries, a.parts.base.rules.causal));
+      };
+      const bool opens = turns && tile < own && (tile == task.first_tile || tile == begin);
+      while (opens && !asked) asked = is_turn(begin, end);
+      asked = false;
+      wait(memory.sum_full(group), parity);
+      if (tile >= own) {
+        arrive(memory.sum_free(group));
+        continue;
+      }
+      if (opens) fence_memory();
+      add_tile(task, group, tile);
+      if (turns && tile + 1 == end) {
+        // Tile by tile there is no time to ask after telling, so that is done while the copy engine adds.
+        if (step == 1 && end < own) asked = is_turn(end, end + 1);
+        wait_stores();
+        add_release(turns + first + 2 * begin);
+      }
+    }
+  }
+  /// The same for an item of lists, whose notes say which tiles and whose turn it is.
+  __device__ __forceinline__ void add_listed(const typename S::Item& task, int group, std::uint32_t& number,
+                                             std::uint32_t& parity) const {
+    unsigned* const turns =
+        a.parts.turns ? a.parts.turns + static_cast<std::int64_t>(task.first_sums) * S::kBlocks + group : nullptr;
+    const int half = S::kWide ? 0 : group;  // of a tile: whose rows of dQ the group has
+    bool asked = false;
+#pragma unroll 1
+    for (int left = task.tiles - task.first_tile; left > 0; --left, ++number, parity ^= 1) {
+      const auto is_turn = [&](const BackwardNote& of) {
+        return cuda::load_acquire(turns + 2 * (of.first / S::kQueries)) == of.turn[half];
+      };
+      wait(memory.sum_full(group), parity);
+      const BackwardNote& note = notes[number % (2 * S::kStages)];
+      const int place = note.first / S::kQueries;
+      if (!note.meets(half) || note.first + half * kSumTileRows >= task.queries) {  // what there is, are zeros
+        arrive(memory.sum_free(group));
+        asked = false;
+        continue;
+      }
+      while (turns && !asked) asked = is_turn(note);
+      asked = false;
+      if (turns) fence_memory();
+      add_tile(task, group, place);
+      if (turns) {
+        if (left > 1) asked = is_turn(notes[(number + 1) % (2 * S::kStages)]);
+        wait_stores();
+        add_release(turns + 2 * place);
+      }
+    }
   }
 
   __device__ __forceinline__ void run() const {

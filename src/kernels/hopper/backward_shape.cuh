@@ -46,9 +46,9 @@ struct BackwardShape {
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * 3);
   static constexpr std::uint32_t kBitBytes = kDropout ? 4 * kQueries * (kGroupRows / 32) : 0;  // of a group
-  using PlainItem = std::conditional_t<kLists, BackwardListTask,
-                                       std::conditional_t<kMerges && kShared, BackwardMergedTask, BackwardTask>>;
-  using Item = std::conditional_t<kExtras, BackwardExtrasTask<PlainItem>, PlainItem>;
+  using PlainItem = std::conditional_t<kMerges && kShared, BackwardMergedTask, BackwardTask>;
+  using ListItem = std::conditional_t<kLists, BackwardListTask<PlainItem>, PlainItem>;
+  using Item = std::conditional_t<kExtras, BackwardExtrasTask<ListItem>, ListItem>;
   using Tasks = Item[kTaskSlots];
   // Of the tiles in stages, and of as many before: their dQ is on its way.
   using Notes = BackwardNote[kLists ? 2 * kStages : 1];

@@ -18,7 +18,19 @@ namespace {
 
 constexpr int kShortStrand = 1024;
 constexpr int kChunk = 32;  // strands whose tiles are interleaved under a causal mask, longest first
-constexpr int kTurns = 2;   // items for each block that are dealt out in turn whatever their length
+constexpr std::int64_t kWidestWithMasks = 128;
+constexpr int kTurns = 2;  // items for each block that are dealt out in turn whatever their length
+
+/// Blocks are cut into tiles of keys of 64 or 128, and only shapes of narrow heads read lists.
+Verdict fits_masks(const Plan& plan) {
+  if (!has_masks(plan)) return yes();
+  if (smallest_block(plan) < kGroupRows)
+    return no("takes block masks of blocks of 64 and 128, here they are of {}", smallest_block(plan));
+  if (plan.problem().head_dim > kWidestWithMasks)
+    return no("takes block masks at head dims up to {}, here it is {}", kWidestWithMasks, plan.problem().head_dim);
+  if (plan.merges_branches()) return no("takes no block masks where branches share rows");
+  return yes();
+}
 
 bool make_maps(HopperLaunch& launch, const ForwardArguments& a, const Choice& choice) {
   const int key_box = choice.part_rows > 0 ? choice.part_rows : choice.keys;
@@ -129,6 +141,7 @@ Verdict fits_masks(const Plan& plan) {
 Verdict can_run(const Plan& plan, Pass pass) {
   if (Verdict verdict = fits_masks(plan); pass == Pass::backward && !verdict.ok) return verdict;
   if (pass == Pass::backward) return can_run_backward(plan);
+  if (Verdict verdict = fits_masks(plan); !verdict.ok) return verdict;
   return fits(plan);
 }
 

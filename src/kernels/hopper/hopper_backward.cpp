@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "device/error.h"
+#include "kernels/cuda/adaptive.h"
 #include "kernels/cuda/call.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/prepare.h"
@@ -26,10 +27,17 @@ constexpr int kFewRounds = 6;
 constexpr double kMostSums = 3.0;
 constexpr std::int64_t kSmallSums = std::int64_t{64} << 20;
 
+/// Whether sums of dq are in the order of q's rows: where branches share these, and with block masks of wide heads, so
+/// that fewer kernels are compiled.
+bool sums_by_rows(const Plan& plan) {
+  return plan.merges_branches() || (has_masks(plan) && plan.problem().head_dim > kWidestStaged);
+}
+
 BackwardExtras extras_of(const Plan& plan) {
   const Problem& problem = plan.problem();
   if (plan.options().dropout * 65536 >= 1) return BackwardExtras::dropout;
-  const bool some = problem.has_key_mask || problem.has_alibi || static_cast<float>(plan.scale()) < kLeastScale;
+  const bool some = problem.has_key_mask || problem.has_alibi || static_cast<float>(plan.scale()) < kLeastScale ||
+                    (has_masks(plan) && sums_by_rows(plan));
   return some ? BackwardExtras::some : BackwardExtras::none;
 }
 
@@ -82,11 +90,29 @@ Plan alone(const Plan& plan, std::size_t branch) {
           options, plan.problem()};
 }
 
+/// Tiles of queries that the lists of a branch have at most, as the plan of a call or a cached one may count them:
+/// masks that calls with lengths draw are one for each entry, and each may have what was drawn and what was given.
+std::int64_t most_listed_tiles(const Plan& plan, std::size_t branch) {
+  const Problem& problem = plan.problem();
+  const BranchPlan& of = plan.branches()[branch];
+  const std::int64_t size = of.mask->block_size();
+  std::int64_t entries = 0;
+  if (of.adaptive_density > 0) {
+    entries = cuda::adaptive_shape(plan, of).entries();
+  } else {
+    const bool draws = problem.has_lengths && of.mask_entry_stride == 0 && cuda::made_by_calls(plan, branch);
+    entries = of.mask->active_blocks() * (draws ? 2 * problem.batch : 1);
+  }
+  return entries * std::max<std::int64_t>(1, size / tile_queries(problem)) *
+         std::max<std::int64_t>(1, size / tile_keys(problem));
+}
+
 /// What a call has of its workspace; null without one, and where a plan needs none of it.
 struct BackwardScratch {
   float *lse, *delta, *sums, *halves = nullptr, *totals = nullptr, *dk_sum = nullptr, *dv_sum = nullptr;
   std::uint8_t* far_lse;
-  unsigned *ticket, *joined = nullptr, *turns = nullptr;
+  unsigned *ticket, *joined = nullptr, *turns = nullptr, *key_turns = nullptr;
+  ListedTile* listed[cuda::kMaxBranches] = {};
   std::byte *branch_out = nullptr, *branch_workspace = nullptr;
   std::size_t bytes;
 
@@ -107,8 +133,13 @@ struct BackwardScratch {
     }
     if (cuda::longest_sum(plan) > cuda::kRowsOfSum)  // dk and dv of each block's tile of keys
       totals = arena.take<float>(multiprocessors(problem) * 2 * tile_numbers);
-    if (plan.options().deterministic) turns = arena.take<unsigned>(rows / kSumTileRows * 2);
-    if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2)) {
+    for (std::size_t b = 0; b < plan.branches().size(); ++b)
+      if (plan.branches()[b].mask) listed[b] = arena.take<ListedTile>(most_listed_tiles(plan, b));
+    if (plan.options().deterministic) {
+      turns = arena.take<unsigned>(rows / kSumTileRows * 2);
+      if (has_masks(plan)) key_turns = arena.take<unsigned>(rows / kSumTileRows * 2);
+    }
+    if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2) || cuda::cuts_lists(plan)) {
       const std::int64_t keys = problem.batch * problem.kv_heads * problem.tokens * problem.head_dim;
       dk_sum = arena.take<float>(keys);
       dv_sum = arena.take<float>(keys);
@@ -126,13 +157,14 @@ struct BackwardScratch {
 };
 
 std::int64_t strands_together(const cuda::Work& work, const Plan& plan) {
-  if (has_masks(plan)) return 1;  // few tiles of keys share queries
+  if (has_masks(plan) && !plan.options().deterministic) return 1;  // few tiles of keys share queries
   const std::int64_t bytes = std::int64_t{work.tiles} * tile_keys(plan.problem()) * sum_columns(plan) * 8;
   return std::clamp(kCacheBytes / bytes, kFewestStrands, kMostStrands);
 }
 /// So many that few tiles of keys of one strand are under way, which wait for one another: a block must not come round
 /// to a strand before its turn there. Chunks are even, since the last one would wait most.
 std::int64_t strands_in_order(const cuda::Work& work, const Plan& plan, int blocks) {
+  if (has_masks(plan)) return strands_together(work, plan);
   const std::int64_t tiles = std::int64_t{work.tiles} * kKeyTileRows / tile_queries(plan.problem());
   const std::int64_t strands = std::clamp(kLag * blocks / tiles, strands_together(work, plan), kMostInOrder);
   const std::int64_t chunks = std::max<std::int64_t>(1, work.strands / strands);
@@ -165,7 +197,7 @@ bool make_maps(BackwardLaunch& launch, const BackwardArguments& a) {
 /// Of the sums of dq, where branches share rows.
 bool make_sum_maps(BackwardLaunch& launch, const Plan& plan) {
   const Problem& problem = plan.problem();
-  if (!plan.merges_branches() || problem.head_dim > kWidestStaged) return true;
+  if (!sums_by_rows(plan) || problem.head_dim > kWidestStaged) return true;
   const MergedSums sums{launch.parts.sums, problem.query_rows, merged_columns(problem), problem.batch * problem.heads,
                         static_cast<int>(std::min<std::int64_t>(sum_columns(plan), kBlockColumns))};
   return for_each_map(launch, plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t) {
@@ -243,7 +275,7 @@ std::int64_t sum_rows(const Plan& plan) {
 
 std::int64_t sum_count(const Plan& plan) {
   const Problem& problem = plan.problem();
-  if (!plan.merges_branches()) return sum_rows(plan) * sum_columns(plan);
+  if (!sums_by_rows(plan)) return sum_rows(plan) * sum_columns(plan);
   return problem.batch * problem.heads * problem.query_rows * merged_columns(problem);
 }
 
@@ -255,12 +287,10 @@ Verdict can_run_backward(const Plan& plan) {
   if (problem.head_dim > kWidestInOrder && plan.options().deterministic)
     return no("has deterministic gradients of head dims up to {}, here it is {}", kWidestInOrder, problem.head_dim);
   if (has_own_deltas(plan)) {
-    if (plan.options().dropout > 0) return no("has no detached_mix with dropout");
+    if (has_masks(plan)) return no("has no detached_mix with block masks where branches share rows");
     for (std::size_t b = 0; b < plan.branches().size(); ++b)
       if (Verdict verdict = kKernel.can_run(alone(plan, b), Pass::forward); !verdict.ok) return verdict;
   }
-  if (has_masks(plan) && plan.options().deterministic)
-    return no("has no block masks with gradients that repeat bit for bit");
   const std::int64_t rows = sum_rows(plan), columns = sum_columns(plan);
   const double rows_of_dq =
       static_cast<double>(problem.batch * problem.heads) * static_cast<double>(problem.query_rows);
@@ -301,7 +331,9 @@ class BackwardCall {
     parts_.extras = extras_of(plan_);
     parts_.lse = scratch_.lse, parts_.delta = scratch_.delta, parts_.sums = scratch_.sums;
     parts_.far_lse = scratch_.far_lse;
-    parts_.ticket = scratch_.ticket, parts_.joined = scratch_.joined, parts_.turns = scratch_.turns;
+    parts_.ticket = scratch_.ticket, parts_.joined = scratch_.joined;
+    parts_.turns = scratch_.turns, parts_.key_turns = scratch_.key_turns;
+    std::copy(std::begin(scratch_.listed), std::end(scratch_.listed), parts_.listed);
     parts_.sum_columns = static_cast<int>(merged_columns(plan_.problem()));
     const std::int64_t columns = a_.q.columns(), heads = a_.q.heads(), rows = a_.q.rows();
     out_ = {scratch_.branch_out,
@@ -321,12 +353,14 @@ class BackwardCall {
                               .by_keys = true,
                               .fills = false,
                               .parts = !in_order_ && !parts_.lists && fits_cache,
-                              .splits = cuda::splits_lists(plan_)};
+                              .splits = cuda::splits_lists(plan_) || cuda::cuts_lists(plan_)};
     // Where nothing else adds up, only the keys of lists that are cut do; which these are, adaptive masks do not say.
-    parts_.splits = tiling.splits && plan_.problem().heads == plan_.problem().kv_heads && !is_adaptive(plan_);
+    parts_.splits = tiling.splits && plan_.problem().heads == plan_.problem().kv_heads && !is_adaptive(plan_) &&
+                    !plan_.merges_branches();
     cuda::for_each_launch(a_, tiling, true, [&](cuda::Launch& base) {
       base.gradients.dk_sum = scratch_.dk_sum, base.gradients.dv_sum = scratch_.dv_sum;
       base.gradients.sum_keys = base.gradients.sum_keys && !parts_.splits;
+      base.schedule.merges = sums_by_rows(plan_);
       const PartsLaunch around = prepare(base);
       if (in_order_ && base.gradients.sum_keys)
         cuda::for_each_writer(base, base.tensors.heads / base.tensors.kv_heads,
@@ -354,9 +388,11 @@ class BackwardCall {
     parts_.finish_keys = base.gradients.sum_keys && rows_left_ == 0;
     place_strands(parts_);
     launch_.first_ticket = 0;
+    parts_.list_blocks = parts_.lists ? list_blocks(base) : 0;
     const PartsLaunch all = parts_;
     if (!has_own_deltas(plan_)) {
       cuda::check(starts_.prepare(all, stream_), "starting the preparation of backward");
+      if (in_order_ && parts_.lists) order_lists(all);
       return all;
     }
     parts_.base.tensors.out = {reinterpret_cast<char*>(scratch_.branch_out), out_.strides[0], out_.strides[1],
@@ -364,11 +400,44 @@ class BackwardCall {
     for (int b = 0; b < base.schedule.branch_count; ++b) {
       if (!base.schedule.branches[b].active(base.tensors.tokens)) continue;
       const Plan plan = alone(plan_, static_cast<std::size_t>(b));
-      kKernel.forward({plan, a_.call, a_.ranges, a_.q, a_.k, a_.v, out_, {}, 1, scratch_.branch_workspace});
+      kKernel.forward({.plan = plan,
+                       .call = a_.call,
+                       .ranges = a_.ranges,
+                       .q = a_.q,
+                       .k = a_.k,
+                       .v = a_.v,
+                       .out = out_,
+                       .lse = {},
+                       .workspace = scratch_.branch_workspace,
+                       .first_branch = b});
       prepare_part(b);
+      parts_.list_blocks = 0;  // once is enough
     }
     prepare_part(cuda::kNoBranch);
+    if (in_order_ && parts_.lists) order_lists(all);
     return all;
+  }
+
+  /// Heads of a branch's mask.
+  static unsigned mask_heads(const cuda::Launch& base, int branch) {
+    const cuda::BlockLists& lists = base.schedule.lists[branch];
+    if (!lists.places) return 0;
+    return static_cast<unsigned>((lists.entry_places ? base.tensors.batch : 1) *
+                                 (lists.head_places ? base.tensors.heads : 1));
+  }
+  /// Of threads, one for each place.
+  static unsigned list_blocks(const cuda::Launch& base) {
+    unsigned places = 0;
+    for (int b = 0; b < base.schedule.branch_count; ++b)
+      places += mask_heads(base, b) * static_cast<unsigned>(base.schedule.lists[b].place_count);
+    return (places + kPartsThreads - 1) / kPartsThreads;
+  }
+  void order_lists(const PartsLaunch& all) const {
+    unsigned blocks = 0;
+    for (int b = 0; b < all.base.schedule.branch_count; ++b) {
+      if (const unsigned heads = mask_heads(all.base, b)) blocks += heads * all.ordered_blocks(b);
+    }
+    cuda::check(starts_.order(all, blocks, stream_), "ordering the items of block masks");
   }
 
   /// Row values of one branch, of its own output; or only sums of rows.
@@ -394,7 +463,7 @@ class BackwardCall {
     const int keys = tile_keys(plan_.problem());
     parts_.base = part;
     cuda::Schedule& schedule = parts_.base.schedule;
-    schedule.descending = in_order_ && part.rules.causal;  // BackwardTask::turn
+    schedule.descending = in_order_ && part.rules.causal && !parts_.lists;  // BackwardTask::turn
     parts_.items = static_cast<unsigned>(schedule.items);
     launch_.query_group = part.tensors.heads / part.tensors.kv_heads;
     launch_.halved = static_cast<unsigned>(schedule.items == plan_.items(keys) ? halved_items(plan_) : 0);
@@ -407,7 +476,7 @@ class BackwardCall {
                                                    : strands_together(work, plan_));
       tiles = std::max(tiles, work.tiles);
     }
-    launch_.together = in_order_ ? strands_of_all(parts_.base) : 0;
+    launch_.together = in_order_ && !parts_.lists ? strands_of_all(parts_.base) : 0;
     if (launch_.together > 0) parts_.items = launch_.together * static_cast<unsigned>(tiles);
     // Asking and telling takes longer than a tile of queries, but a strand's tiles of keys follow sooner: that matters
     // where a call has few.

@@ -17,6 +17,8 @@ struct BackwardStarts {
   cudaError_t (*prepare)(const PartsLaunch& launch, cudaStream_t stream);
   cudaError_t (*run)(const BackwardLaunch& launch, cudaStream_t stream);
   cudaError_t (*convert)(const PartsLaunch& launch, cudaStream_t stream);
+  /// The order of a deterministic call's lists, in so many thread blocks.
+  cudaError_t (*order)(const PartsLaunch& launch, unsigned blocks, cudaStream_t stream);
   /// Where lists are cut, by items of the main kernel: before it all, and after it all.
   cudaError_t (*split)(const PartsLaunch& launch, bool finish, cudaStream_t stream);
 };

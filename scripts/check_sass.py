@@ -21,9 +21,9 @@ ALLOWED = {
     "forward by lists": {"R2UR": 3, "LDL": 0, "STL": 0},
     "forward by lists with options": {"R2UR": 8, "LDL": 0, "STL": 0},
     "backward": {"R2UR": 8, "LDL": 4, "STL": 2},
-    "wide backward": {"R2UR": 42, "LDL": 12, "STL": 5},  # its products have 16 steps
+    "wide backward": {"R2UR": 43, "LDL": 12, "STL": 5},  # its products have 16 steps
     "backward with options": {"R2UR": 16, "LDL": 24, "STL": 20},  # half of them where a call has rare options
-    "wide backward with options": {"R2UR": 42, "LDL": 44, "STL": 28},
+    "wide backward with options": {"R2UR": 44, "LDL": 44, "STL": 28},
 }
 PRODUCT = "HGMMA"
 
@@ -64,7 +64,7 @@ def main():
             kind += " by parts" if shape.group(3) == "1" and shape.group(2) == "0" else " by lists"
         if kind != "backward" and shape.group(2) == "1":
             kind += " with options"
-        if kind == "backward" and "Li256E" in name:
+        if kind == "backward" and ("Li192E" in name or "Li256E" in name):
             kind = "wide backward"
         if "BackwardExtrasE0" not in name and "backward" in kind:
             kind += " with options"

@@ -120,8 +120,8 @@ TEST_P(ListedTiles, HoldThePairsOfTheMask) {
   const cuda::HostLists host = cuda::make_lists(mask, shape);
   const cuda::BlockLists lists =
       cuda::view_of(host, mask, shape, host.places.data(), host.blocks.data(), host.bits.data());
-  std::vector<hopper::ListedTile> tiles(static_cast<std::size_t>(mask.active_blocks() * std::max(1, block / queries) *
-                                                                 std::max(1, block / keys)));
+  std::vector<hopper::ListedTile> tiles(
+      static_cast<std::size_t>(mask.active_blocks() * std::max(1, block / queries) * std::max(1, block / keys)));
   for (int head = 0; head < 2; ++head) {
     std::set<std::pair<std::int64_t, std::int64_t>> seen;  // chunks of queries and of keys
     for (int index = 0; index < lists.place_count; ++index) {
@@ -171,9 +171,7 @@ TEST(HopperBackwardBlockChoice, BlockMasksRunOnTheHopperKernel) {
         for (Pattern (*const pattern)(int) : {local, adaptive, shared}) {
           Options options;
           options.deterministic = deterministic;
-          EXPECT_EQ(Attention(pattern(block), options)
-                        .plan(problem_of(1700, 4, head_dim))
-                        ->kernel_name(Pass::backward),
+          EXPECT_EQ(Attention(pattern(block), options).plan(problem_of(1700, 4, head_dim))->kernel_name(Pass::backward),
                     kHopper)
               << block << " " << head_dim << " " << deterministic;
         }

@@ -134,7 +134,6 @@ struct Rules {
   std::int64_t key_mask_batch, key_mask_row;
   const float* alibi;
   std::int64_t alibi_head;
-  int first_branch;  // what dropout counts the first branch of the launch as
   bool causal, dropout;
 
   LONGSPAN_DEVICE bool allowed(int entry, int position) const {

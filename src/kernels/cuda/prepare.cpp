@@ -486,7 +486,6 @@ void for_each_writer(const Launch& launch, int group, const std::function<void(c
 void for_each_launch(const ForwardArguments& a, Tiling tiling, bool matrix, const std::function<void(Launch&)>& run) {
   const Workspace space = layout(a.plan, Pass::forward, matrix, a.workspace);
   Launch launch = describe(a, space, matrix);
-  launch.rules.first_branch = a.first_branch;
   const PieceTable pieces(launch, a.call, a.q.device);
   launch.scratch.state_sums = space.state_sums;
   launch.scratch.state = space.state;

@@ -89,6 +89,10 @@ cudaError_t start_early(std::int64_t blocks, int threads, int shared_bytes, cuda
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments);
 }
 
+/// Whether lists and calls with options have a kernel of these columns.
+template <int kColumns>
+inline constexpr bool kHasOptions = kColumns == 64 || kColumns == 128 || kColumns == 256;
+
 /// Head dims between those instantiated run with columns of zeros, which are in no tensor. Lists have two, calls with
 /// options three.
 template <class Body>
@@ -100,6 +104,7 @@ cudaError_t with_columns(const PartsLaunch& launch, Body&& body) {
   if (columns <= 64) return body.template operator()<64>();
   if (columns <= 96) return body.template operator()<96>();
   if (columns <= 128) return body.template operator()<128>();
+  if (columns <= 192 && !few) return body.template operator()<192>();
   return body.template operator()<256>();
 }
 
@@ -110,7 +115,7 @@ cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
   };
   const auto start = [&]<int kColumns, bool kLists, bool kMerges>() {
     const auto start_extras = [&]<BackwardExtras kChosen>() {
-      if constexpr (kColumns == 48 || kColumns == 96) return cudaErrorInvalidValue;
+      if constexpr (!kHasOptions<kColumns>) return cudaErrorInvalidValue;
       else return start_shape.template operator()<BackwardShape<T, kColumns, kLists, kMerges, true, kChosen>>();
     };
     if (launch.parts.extras == BackwardExtras::some) return start_extras.template operator()<BackwardExtras::some>();
@@ -128,7 +133,7 @@ cudaError_t start_backward(const BackwardLaunch& launch, cudaStream_t stream) {
   };
   return with_columns(launch.parts, [&]<int kColumns>() {
     if (launch.parts.lists) {
-      if constexpr (kColumns == 48 || kColumns == 96) return cudaErrorInvalidValue;
+      if constexpr (!kHasOptions<kColumns>) return cudaErrorInvalidValue;
       else if (launch.parts.base.schedule.merges) return start.template operator()<kColumns, true, true>();
       else if constexpr (kColumns <= kWidestStaged) return start.template operator()<kColumns, true, false>();
       else return cudaErrorInvalidValue;
@@ -161,7 +166,7 @@ cudaError_t start_convert(const PartsLaunch& launch, cudaStream_t stream) {
 template <class T>
 cudaError_t start_order(const PartsLaunch& launch, unsigned blocks, cudaStream_t stream) {
   return with_columns(launch, [&]<int kColumns>() {
-    if constexpr (kColumns == 48 || kColumns == 96) return cudaErrorInvalidValue;
+    if constexpr (!kHasOptions<kColumns>) return cudaErrorInvalidValue;
     else return cuda::start<&order_lists<BackwardShape<T, kColumns>>>(blocks, kPartsThreads, 0, stream, launch);
   });
 }

@@ -1,4 +1,5 @@
-// Consumers of the Hopper backward (see backward.cuh): two warp groups of 64 keys each that work in step.
+// Consumers of the Hopper backward (see backward.cuh): two warp groups that work in step, of 64 keys each; of heads
+// over 128 (S::kShared) both have the same keys, and half of the queries.
 #pragma once
 
 #include "kernels/hopper/backward_extras.cuh"
@@ -8,13 +9,14 @@ namespace longspan::hopper {
 
 using cuda::fast_exp2;
 
-/// One warp group: 64 keys by kQueries queries at a time. A thread has two keys, 8 apart, and of each two queries in
+/// One warp group: 64 keys by kOwnQueries queries at a time. A thread has two keys, 8 apart, and of each two queries in
 /// every 8.
 template <class S>
 struct BackwardConsumer {
   using T = typename S::Element;
-  static constexpr int kColumns = S::kColumns, kQueries = S::kQueries, kBlocks8 = kQueries / 8;
-  static constexpr int kOwn = S::kOwnColumns;
+  static constexpr int kColumns = S::kColumns, kQueries = S::kQueries;
+  static constexpr int kOwnQueries = S::kOwnQueries, kBlocks8 = kOwnQueries / 8;
+  static constexpr int kSums = S::kShared ? kColumns / 2 : kColumns;  // numbers of dV and dK that a thread has
   static constexpr int kTilesOfSum = cuda::kRowsOfSum / kQueries;
   // Named barriers. "Read" is arrived at by one group and waited for by the other: both pass kWritten once in a tile,
   // so nobody can arrive twice before the other has waited.
@@ -26,8 +28,9 @@ struct BackwardConsumer {
   typename S::Tasks& tasks;
   const typename S::Notes& notes;
   const int group, thread, lane;
-  float scores[kQueries / 2], dscores[kQueries / 2];
-  float dvalues[kOwn / 2], dkeys[kOwn / 2], dqueries[S::kSumColumns / 2];
+  float scores[kOwnQueries / 2], dscores[kOwnQueries / 2];
+  float dvalues[kColumns / 2], dkeys[S::kShared ? 1 : kColumns / 2];  // of heads over 128 the first is dK in one group
+  float dqueries[S::kSumColumns / 2], dmore[S::kMoreColumns > 0 ? S::kMoreColumns / 2 : 1];
   std::uint32_t taken = 0;
   Ring<S::kStages> q;
   Ring<S::kKeyStages> k;
@@ -55,7 +58,12 @@ struct BackwardConsumer {
     const cuda::Rules& rules = a.parts.base.rules;
     return S::kDropout ? rules.output_scale * rules.keep_factor : rules.output_scale;
   }
-  __device__ __forceinline__ int own_column() const { return S::kShared ? group * kOwn : 0; }
+  __device__ __forceinline__ int own_query() const { return S::kShared ? group * kOwnQueries : 0; }  // of the tile
+  /// A number that is the same in a warp, computed where it is used: what follows from it would be kept, and spilled.
+  __device__ __forceinline__ static int here(int number) {
+    if constexpr (S::kShared) return uniform(number);
+    else return number;
+  }
   __device__ __forceinline__ void sync_group() const { sync_threads(kGroup + group, kGroupThreads); }
 
   /// The next item, or false. Counts go through a shuffle so that they and all that follows from them stay uniform.
@@ -74,49 +82,66 @@ struct BackwardConsumer {
   /// S^T = K Q^T
   __device__ __forceinline__ void multiply_queries() {
     const std::uint64_t key = operand(memory.keys(k.stage) + group * S::kGroupKeys, 16),
-                        query = operand(memory.queries(q.stage), 16);
+                        query = operand(memory.queries(q.stage) + here(own_query()) * 128, 16);
     products_begin();
 #pragma unroll
     for (int step = 0; step < kColumns / 16; ++step) {
       const std::uint32_t block = step / 4, inside = step % 4 * 32;
-      Product<T, kQueries>::scores(scores, key + ((block * S::kKeyBlock + inside) >> 4),
-                                   query + ((block * S::kQueryBlock + inside) >> 4), step > 0);
+      Product<T, kOwnQueries>::scores(scores, key + ((block * S::kKeyBlock + inside) >> 4),
+                                      query + ((block * S::kQueryBlock + inside) >> 4), step > 0);
     }
     products_commit();
   }
   /// dP^T = V dO^T
   __device__ __forceinline__ void multiply_douts() {
     const std::uint64_t value = operand(memory.values(k.stage) + group * S::kGroupKeys, 16),
-                        dout = operand(memory.douts(q.stage), 16);
+                        dout = operand(memory.douts(q.stage) + here(own_query()) * 128, 16);
     products_begin();
 #pragma unroll
     for (int step = 0; step < kColumns / 16; ++step) {
       const std::uint32_t block = step / 4, inside = step % 4 * 32;
-      Product<T, kQueries>::scores(dscores, value + ((block * S::kKeyBlock + inside) >> 4),
-                                   dout + ((block * S::kQueryBlock + inside) >> 4), step > 0);
+      Product<T, kOwnQueries>::scores(dscores, value + ((block * S::kKeyBlock + inside) >> 4),
+                                      dout + ((block * S::kQueryBlock + inside) >> 4), step > 0);
     }
     products_commit();
   }
   /// sums += weights times a tile of Q or dO
-  __device__ __forceinline__ void add_rows(float (&rows)[kOwn / 2], const std::uint32_t* weights,
+  __device__ __forceinline__ void add_rows(float (&rows)[kColumns / 2], const std::uint32_t* weights,
                                            std::uint32_t tile_address) {
-    const std::uint64_t source =
-        operand(tile_address + (S::kShared ? group * S::kOwnBlocks * S::kQueryBlock : 0), S::kQueryBlock);
+    const std::uint64_t source = operand(tile_address, S::kQueryBlock);
     products_begin();
 #pragma unroll
     for (int step = 0; step < kQueries / 16; ++step)
-      Product<T, kOwn>::values(rows, weights + 4 * step, source + ((step * 2048) >> 4), step > 0 ? 1 : add);
+      Product<T, kColumns>::values(rows, weights + 4 * step, source + ((step * 2048) >> 4), step > 0 ? 1 : add);
     products_commit();
   }
-  /// dQ = dS K: 64 queries each (narrow heads), or half of the columns each, of which heads over 128 have two parts.
+  /// The same with weights in shared memory: dV in one group, dK in the other.
+  __device__ __forceinline__ void add_own_rows() {
+    const std::uint32_t keys = group;  // of the second group; no choice, which would leave the uniform registers
+    const std::uint64_t weight = operand(memory.weights() - keys * S::kScoreBytes, 16),
+                        source = operand(memory.douts(q.stage) - keys * S::kStages * S::kQueryBytes, S::kQueryBlock);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kQueries / 16; ++step)
+      Product<T, kColumns>::stored(dvalues, weight + ((step * 32) >> 4), source + ((step * 2048) >> 4),
+                                   step > 0 ? 1 : add);
+    products_commit();
+  }
+  /// dQ = dS K: 64 queries each (narrow heads), or half of the columns each.
   __device__ __forceinline__ void multiply_keys(int part) {
+    const int block = S::kShared ? group * 2 + part : group;  // of columns, of heads over 64
     const std::uint64_t score = operand(memory.scores() + (S::kWide ? 0 : group * S::kScoreBlock), 16),
-                        key = operand(
-                            memory.keys(k.stage) + (S::kWide ? (group * S::kSumTiles + part) * S::kKeyBlock : 0), 16);
+                        key = operand(memory.keys(k.stage) + (S::kWide ? block * S::kKeyBlock : 0), 16);
     products_begin();
 #pragma unroll
     for (int step = 0; step < S::kKeys / 16; ++step)
       Product<T, S::kSumColumns>::rows(dqueries, score + ((step * 2048) >> 4), key + ((step * 2048) >> 4), step > 0);
+    if constexpr (S::kMoreColumns > 0) {
+      const std::uint64_t middle = operand(memory.keys(k.stage) + S::kKeyBlock + group * S::kMoreColumns * 2, 16);
+#pragma unroll
+      for (int step = 0; step < S::kKeys / 16; ++step)
+        Product<T, S::kMoreColumns>::rows(dmore, score + ((step * 2048) >> 4), middle + ((step * 2048) >> 4), step > 0);
+    }
     products_commit();
   }
 
@@ -132,9 +157,9 @@ struct BackwardConsumer {
   }
   /// Sixteen queries at a time that do not see the warp's sixteen keys.
   __device__ __forceinline__ void mask_unseen() {
-    const std::uint32_t sees = note().sees[S::kShared ? 0 : group] >> 8 * warp();
+    const std::uint32_t sees = note().sees[S::kShared ? 0 : group] >> (8 * warp() + own_query() / kChunkRows);
 #pragma unroll
-    for (int chunk = 0; chunk < kQueries / kChunkRows; ++chunk) {
+    for (int chunk = 0; chunk < kOwnQueries / kChunkRows; ++chunk) {
       if (sees >> chunk & 1) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) scores[chunk * 8 + j] = -LONGSPAN_INFINITY;
@@ -144,7 +169,7 @@ struct BackwardConsumer {
   /// one.
   __device__ __forceinline__ void mask() {
     const auto& task = tasks[taken % kTaskSlots];
-    const int own = own_key(), first = first_query() + 2 * (lane % 4);
+    const int own = own_key(), first = first_query() + own_query() + 2 * (lane % 4);
     const int keys = task.keys, diagonal = task.diagonal;
     const auto open_from = [&](int key) {
       return key >= keys ? kQueries : a.parts.base.rules.causal ? key + diagonal - first : -kQueries;
@@ -175,7 +200,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void draw() const {
     if constexpr (S::kDropout) {
       const auto& task = tasks[taken % kTaskSlots];
-      const std::uint32_t position = task.position + (first_query() - task.diagonal) * task.stride;
+      const std::uint32_t position = task.position + (first_query() + own_query() - task.diagonal) * task.stride;
       draw_bits<S>(
           a.parts.base.rules, memory.bits(group), position, task.stride,
           {0, task.draw_group + group * (S::kGroupStep / 8), task.draw_head, static_cast<std::uint32_t>(task.entry)});
@@ -185,7 +210,7 @@ struct BackwardConsumer {
   /// Brings the exponents of a tile to at most 0, NaN as it is: they become the scores, of rows of lse 0. Both groups
   /// come here in every tile of an item, or in none.
   __device__ __forceinline__ void clamp(float factor) {
-    const std::uint32_t lse = memory.lse(q.stage) + lane % 4 * 8;
+    const std::uint32_t lse = memory.lse(q.stage) + own_query() * 4 + lane % 4 * 8;
     const float inverse = 1.0f / factor;
 #pragma unroll
     for (int j = 0; j < kBlocks8; ++j) {
@@ -200,7 +225,7 @@ struct BackwardConsumer {
   }
   /// scores become P, of some blocks of 8 queries.
   __device__ __forceinline__ void exponentiate(int first, int last, float factor) {
-    const std::uint32_t lse = memory.lse(q.stage) + lane % 4 * 8;
+    const std::uint32_t lse = memory.lse(q.stage) + own_query() * 4 + lane % 4 * 8;
 #pragma unroll
     for (int j = first; j < last; ++j) {
       const float2 shift = load_pair(lse + j * 32);
@@ -250,39 +275,41 @@ struct BackwardConsumer {
     }
   }
 
-  /// A part of dQ of a tile, straight to memory: with heads over 128 shared memory has no room for it.
+  /// dQ of a tile, straight to memory: with heads over 128 shared memory has no room for it.
   __device__ __forceinline__ void add_queries(const typename S::Item& task, int of_tile, int part) const {
-    if constexpr (S::kMerges && S::kShared) {
-      add_merged_queries(task, of_tile, part);
-    } else {
-      const std::int64_t sums =
-          static_cast<std::int64_t>(task.first_sums + of_tile) * S::kBlocks + group * S::kSumTiles + part;
-      float* const place = a.parts.sums + sums * S::kSumTile + warp() * S::kWarpSums + lane * 4;
-#pragma unroll
-      for (int j = 0; j < S::kSumColumns / 8; ++j)
-        cuda::add_four(place + j * 128,
-                       make_float4(dqueries[4 * j], dqueries[4 * j + 1], dqueries[4 * j + 2], dqueries[4 * j + 3]));
-    }
+    add_columns<S::kSumColumns / 2>(task, of_tile, dqueries, group * 2 + part, 0);
+    if constexpr (S::kMoreColumns > 0)
+      add_columns<S::kMoreColumns / 2>(task, of_tile, dmore, 1, group * (S::kMoreColumns / 8));
   }
-
-  /// The same to rows that branches share. What there is of rows after the strand's end, and of columns after the last,
-  /// are zeros unless the strand has NaN: they go to its last row and to the last columns, since predicated reductions
-  /// become branches.
-  __device__ __forceinline__ void add_merged_queries(const BackwardMergedTask& task, int of_tile, int part) const {
-    const int first = min((group * S::kSumTiles + part) * S::kSumColumns, a.parts.sum_columns - S::kSumColumns);
+  /// Columns of a block of 64, from the `eighth`th eight on. To rows that branches share: what there is of rows after
+  /// the strand's end, and of columns after the last, are zeros unless the strand has NaN. They go to its last row and
+  /// to the last columns, since predicated reductions become branches.
+  template <int kCount>
+  __device__ __forceinline__ void add_columns(const typename S::Item& task, int of_tile, const float* numbers,
+                                              int block, int eighth) const {
+    if constexpr (S::kMerges) {
+      const int first = min(block * kBlockColumns, a.parts.sum_columns - kBlockColumns) + eighth * 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = min(of_tile * kSumTileRows + own_row() + 8 * half, task.queries - 1);
-      float* const place = task.sums + row * task.sum_step + first + lane % 4 * 2;
+      for (int half = 0; half < 2; ++half) {
+        const int row = min(of_tile * kSumTileRows + own_row() + 8 * half, task.queries - 1);
+        float* const place = task.sums + row * task.sum_step + first + lane % 4 * 2;
 #pragma unroll
-      for (int j = 0; j < S::kSumColumns / 8; ++j)
-        add_two(place + 8 * j, dqueries[4 * j + 2 * half], dqueries[4 * j + 2 * half + 1]);
+        for (int j = 0; j < kCount / 4; ++j)
+          add_two(place + 8 * j, numbers[4 * j + 2 * half], numbers[4 * j + 2 * half + 1]);
+      }
+    } else {
+      const std::int64_t sums = static_cast<std::int64_t>(task.first_sums + of_tile) * S::kBlocks + block;
+      float* const place = a.parts.sums + sums * S::kSumTile + warp() * S::kWarpSums + eighth * 128 + lane * 4;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j)
+        cuda::add_four(place + j * 128,
+                       make_float4(numbers[4 * j], numbers[4 * j + 1], numbers[4 * j + 2], numbers[4 * j + 3]));
     }
   }
 
   /// dK or dV of this group's keys to float32 sums, where several items add to one row; pairs of lanes swap halves so
   /// that each adds four columns of one row.
-  __device__ __forceinline__ void add_to_sums(const float (&rows)[kOwn / 2], float factor, float* target,
+  __device__ __forceinline__ void add_to_sums(const float (&rows)[kColumns / 2], float factor, float* target,
                                               const BackwardTask& task) const {
     const bool odd = lane & 1;
     const int row = own_row() + (odd ? 8 : 0), columns = a.parts.base.tensors.columns;
@@ -294,22 +321,23 @@ struct BackwardConsumer {
                   (valid ? position : 0)) *
                      columns;
 #pragma unroll
-    for (int j = 0; j < kOwn / 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
       const float give0 = odd ? rows[4 * j] : rows[4 * j + 2], give1 = odd ? rows[4 * j + 1] : rows[4 * j + 3];
       const float take0 = __shfl_xor_sync(~0u, give0, 1), take1 = __shfl_xor_sync(~0u, give1, 1);
       const float4 four =
           odd ? make_float4(take0 * factor, take1 * factor, rows[4 * j + 2] * factor, rows[4 * j + 3] * factor)
               : make_float4(rows[4 * j] * factor, rows[4 * j + 1] * factor, take0 * factor, take1 * factor);
-      const int column = own_column() + j * 8 + lane % 4 / 2 * 4;
+      const int column = j * 8 + lane % 4 / 2 * 4;
       if (valid && column < columns) cuda::add_four(place + column, four);
     }
   }
   /// The same to this group's rows of a tile in shared memory.
-  __device__ __forceinline__ void put(const float (&rows)[kOwn / 2], float factor, std::uint32_t tile_address) const {
+  __device__ __forceinline__ void put(const float (&rows)[kColumns / 2], float factor,
+                                      std::uint32_t tile_address) const {
     const int row = own_row();
-    const std::uint32_t place = tile_address + group * S::kOwnKeys + row * 128 + lane % 4 * 4;
+    const std::uint32_t place = tile_address + group * S::kGroupKeys + row * 128 + lane % 4 * 4;
 #pragma unroll
-    for (int j = 0; j < kOwn / 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
       const std::uint32_t at = place + j / 8 * S::kKeyBlock + ((j % 8 ^ (row & 7)) << 4);
       store_word(at, cuda::pack<T>(rows[4 * j] * factor, rows[4 * j + 1] * factor));
       store_word(at + 1024, cuda::pack<T>(rows[4 * j + 2] * factor, rows[4 * j + 3] * factor));
@@ -318,33 +346,33 @@ struct BackwardConsumer {
   /// Row by row from there, where the copy engine would write past the strand's end.
   __device__ __forceinline__ void write_rows(const cuda::Rows& target, std::uint32_t tile_address, int rows,
                                              const BackwardTask& task) const {
-    constexpr int kChunks = kOwn / 8;
+    constexpr int kChunks = kColumns / 8;
 #pragma unroll 1
     for (int i = lane; i < 16 * kChunks; i += kWarpThreads) {
       const int row = warp() * 16 + i / kChunks, chunk = i % kChunks;
-      if (row >= rows || own_column() + chunk * 8 >= a.parts.base.tensors.columns) continue;
-      const uint4 words = load_words(tile_address + group * S::kOwnKeys + chunk / 8 * S::kKeyBlock + row * 128 +
+      if (row >= rows || chunk * 8 >= a.parts.base.tensors.columns) continue;
+      const uint4 words = load_words(tile_address + group * S::kGroupKeys + chunk / 8 * S::kKeyBlock + row * 128 +
                                      ((chunk % 8 ^ (row & 7)) << 4));
       const std::int64_t position =
           task.position + static_cast<std::int64_t>(group * S::kGroupStep + row) * task.stride;
       T* const place = reinterpret_cast<T*>(target.data) + target.offset(task.entry, position, task.kv_head);
-      store_global(place + own_column() + chunk * 8, words);
+      store_global(place + chunk * 8, words);
     }
   }
 
   /// Two items with half of the queries each: what both have is put down, and the warp that comes second adds the
   /// other's to its own, in either order the same, and writes them.
   __device__ __forceinline__ bool join(const BackwardTask& task) {
-    constexpr int kFours = kOwn / 8;  // of dV, and as many of dK
+    constexpr int kFours = kSums / 4;
     const int pair = (task.pair * 2 + group) * 4 + warp();
     const auto place = [&](int half) {
-      return reinterpret_cast<float4*>(a.halves) + (pair * 2 + half) * 2 * kFours * kWarpThreads + lane;
+      return reinterpret_cast<float4*>(a.halves) + (pair * 2 + half) * kFours * kWarpThreads + lane;
     };
     const auto each = [&](float4* at, auto&& body) {
 #pragma unroll
-      for (int i = 0; i < kFours; ++i) {
+      for (int i = 0; i < kColumns / 8; ++i) {
         body(at[i * kWarpThreads], dvalues + 4 * i);
-        body(at[(kFours + i) * kWarpThreads], dkeys + 4 * i);
+        if constexpr (!S::kShared) body(at[(kFours / 2 + i) * kWarpThreads], dkeys + 4 * i);
       }
     };
     each(place(task.half), [](float4& four, const float* own) { four = make_float4(own[0], own[1], own[2], own[3]); });
@@ -364,19 +392,19 @@ struct BackwardConsumer {
   // As in the forward (consumer.cuh), sums of kTilesOfSum tiles of queries are closed and added up in float32, in
   // memory, thread by thread.
   __device__ __forceinline__ float* totals() const {
-    const int consumer = cuda::computed_here((blockIdx.x * 2 + group) * kOwn * kGroupThreads + thread);
+    const int consumer = cuda::computed_here((blockIdx.x * 2 + group) * kSums * kGroupThreads + thread);
     return a.totals + consumer;
   }
   __device__ __forceinline__ void close_sums(bool first) {
     float* const place = totals();
 #pragma unroll
-    for (int j = 0; j < kOwn / 2; ++j) {
+    for (int j = 0; j < kColumns / 2; ++j) {
       if (first) {
         place[j * kGroupThreads] = dvalues[j];
-        place[(kOwn / 2 + j) * kGroupThreads] = dkeys[j];
+        if constexpr (!S::kShared) place[(kColumns / 2 + j) * kGroupThreads] = dkeys[j];
       } else {  // by reductions, since there are no registers to load totals to
         add_one(place + j * kGroupThreads, dvalues[j]);
-        add_one(place + (kOwn / 2 + j) * kGroupThreads, dkeys[j]);
+        if constexpr (!S::kShared) add_one(place + (kColumns / 2 + j) * kGroupThreads, dkeys[j]);
       }
     }
     add = 0;
@@ -386,10 +414,10 @@ struct BackwardConsumer {
     const cuda::Launch& base = a.parts.base;
     const float* const place = totals();
 #pragma unroll 1
-    for (int i = 0; i < kOwn; ++i) {
-      const bool keys = i >= kOwn / 2;
+    for (int i = 0; i < kSums; ++i) {
+      const bool keys = S::kShared ? group == 1 : i >= kColumns / 2;
       const int row = group * S::kGroupStep + own_row() + i / 2 % 2 * 8,
-                column = own_column() + i % (kOwn / 2) / 4 * 8 + lane % 4 * 2 + i % 2;
+                column = i % (kColumns / 2) / 4 * 8 + lane % 4 * 2 + i % 2;
       if (row >= task.keys || column >= base.tensors.columns) continue;
       const float value = __ldcg(place + i * kGroupThreads) * (keys ? base.gradients.sum_scale : output_factor());
       const std::int64_t position = task.position + static_cast<std::int64_t>(row) * task.stride;
@@ -429,27 +457,30 @@ struct BackwardConsumer {
     // Never with halves. `tile` may be the next item's.
     const bool totals = S::kCloses && (task.tiles - 1) / kTilesOfSum * kTilesOfSum > task.first_tile;
     const bool halved = task.pair >= 0, boxes = !sums && !halved && !totals && rows >= kGroupRows;
-    const std::uint32_t keys_tile = memory.keys(stage_of_keys), values_tile = memory.values(stage_of_keys);
+    const bool first_is_keys = S::kShared && group == 1;  // what `dvalues` are
+    const std::uint32_t keys_tile = memory.keys(stage_of_keys),
+                        first_tile = first_is_keys ? keys_tile : memory.values(stage_of_keys);
+    const float first_factor = first_is_keys ? base.gradients.sum_scale : output_factor();
     sync_threads(kItem, kBoth);  // dQ of both groups has read all of K
     if constexpr (S::kExtras) {
       if (task.hides) {  // no gradient, whatever NaN a query has
         overwrite_excluded(task, own_key(), dvalues, 0.0f);
-        overwrite_excluded(task, own_key(), dkeys, 0.0f);
+        if constexpr (!S::kShared) overwrite_excluded(task, own_key(), dkeys, 0.0f);
       }
     }
     if (S::kCloses && totals) {
       close_sums(false);
       write_totals(task, sums);
     } else if (sums) {
-      add_to_sums(dvalues, output_factor(), base.gradients.dv_sum, task);
-      add_to_sums(dkeys, base.gradients.sum_scale, base.gradients.dk_sum, task);
+      add_to_sums(dvalues, first_factor, first_is_keys ? base.gradients.dk_sum : base.gradients.dv_sum, task);
+      if constexpr (!S::kShared) add_to_sums(dkeys, base.gradients.sum_scale, base.gradients.dk_sum, task);
     } else if (!halved || join(task)) {
-      put(dvalues, output_factor(), values_tile);
-      put(dkeys, base.gradients.sum_scale, keys_tile);
+      put(dvalues, first_factor, first_tile);
+      if constexpr (!S::kShared) put(dkeys, base.gradients.sum_scale, keys_tile);
       if (!boxes) {
         __syncwarp();
-        write_rows(base.gradients.dv, values_tile, rows, task);
-        write_rows(base.gradients.dk, keys_tile, rows, task);
+        write_rows(first_is_keys ? base.gradients.dk : base.gradients.dv, first_tile, rows, task);
+        if constexpr (!S::kShared) write_rows(base.gradients.dk, keys_tile, rows, task);
       }
     }
     fence_shared();  // next the copy engine reads these tiles, or loads others into their place
@@ -461,12 +492,12 @@ struct BackwardConsumer {
       if (thread == 0 && a.parts.turns && task.part >= 0) add_release(parts_done(task));
     }
     if (thread == 0 && boxes) {
-      Place place{own_column(), task.k_index + group * S::kGroupStep, task.k_phase, task.kv_head, task.entry};
+      Place place{0, task.k_index + group * S::kGroupStep, task.k_phase, task.kv_head, task.entry};
 #pragma unroll
-      for (int block = 0; block < S::kOwnBlocks; ++block, place.column += kBlockColumns) {
-        const std::uint32_t offset = block * S::kKeyBlock + group * S::kOwnKeys;
-        store_box(&a.dv[task.k_map], values_tile + offset, place);
-        store_box(&a.dk[task.k_map], keys_tile + offset, place);
+      for (int block = 0; block < S::kBlocks; ++block, place.column += kBlockColumns) {
+        const std::uint32_t offset = block * S::kKeyBlock + group * S::kGroupKeys;
+        store_box(first_is_keys ? &a.dk[task.k_map] : &a.dv[task.k_map], first_tile + offset, place);
+        if constexpr (!S::kShared) store_box(&a.dk[task.k_map], keys_tile + offset, place);
       }
       commit_stores();
       wait_stores_read<0>();
@@ -489,7 +520,7 @@ struct BackwardConsumer {
     if constexpr (S::kExtras) {
       const auto& task = tasks[taken % kTaskSlots];
       if (rescales) {
-        const int first = first_query() - task.diagonal - group * S::kGroupStep;
+        const int first = first_query() + own_query() - task.diagonal - group * S::kGroupStep;
         rescale(scores, a.parts.base.rules.scale * cuda::kLog2E, task.bias, first, first + 2 * (lane % 4) - own_row());
       }
       if (uniform(task.hides)) overwrite_excluded(task, own_key(), scores, -LONGSPAN_INFINITY);
@@ -499,20 +530,20 @@ struct BackwardConsumer {
       if (uniform(tasks[taken % kTaskSlots].clamps)) clamp(factor);
     }
   }
-  __device__ __forceinline__ void pack_weights(std::uint32_t (&weights)[kQueries / 4]) {
+  __device__ __forceinline__ void pack_weights(std::uint32_t (&weights)[kOwnQueries / 4]) {
     if constexpr (S::kDropout) {
       sync_group();  // all bits have been drawn
       mark_dropped<S>(scores, memory.bits(group));
     }
 #pragma unroll
-    for (int j = 0; j < kQueries / 4; ++j) {
+    for (int j = 0; j < kOwnQueries / 4; ++j) {
       if constexpr (S::kDropout) weights[j] = pack_kept<T>(scores[2 * j], scores[2 * j + 1]);
       else weights[j] = cuda::pack<T>(scores[2 * j], scores[2 * j + 1]);
     }
   }
   /// dS, all of it before dV starts: fewer registers are alive at once, or products would be serialised.
-  __device__ __forceinline__ void pack_dscores(std::uint32_t (&dweights)[kQueries / 4], float dfactor) const {
-    const std::uint32_t delta = memory.delta(q.stage) + lane % 4 * 8;
+  __device__ __forceinline__ void pack_dscores(std::uint32_t (&dweights)[kOwnQueries / 4], float dfactor) const {
+    const std::uint32_t delta = memory.delta(q.stage) + own_query() * 4 + lane % 4 * 8;
 #pragma unroll
     for (int j = 0; j < kBlocks8; ++j) {
       const float2 shift = load_pair(delta + j * 32);
@@ -523,15 +554,13 @@ struct BackwardConsumer {
       }
     }
   }
-  /// dS to shared memory, for both groups. Groups with the same keys store half each.
-  __device__ __forceinline__ void share_dscores(const std::uint32_t (&dweights)[kQueries / 4]) const {
-    sync_threads(kRead + group, kBoth);  // both groups have read the last tile's dS
-    const std::uint32_t place = memory.scores() + (group * S::kGroupStep + warp() * 16 + (lane & 15)) * 128;
+  /// P or dS to a tile in shared memory, for both groups.
+  __device__ __forceinline__ void share(const std::uint32_t (&packed)[kOwnQueries / 4], std::uint32_t target) const {
+    const int first = S::kShared ? group * kBlocks8 : 0;
+    const std::uint32_t place = target + (group * S::kGroupStep + warp() * 16 + (lane & 15)) * 128;
 #pragma unroll
     for (int j = 0; j < kBlocks8; j += 2)  // keys 0 to 7 and 8 to 15 of queries 8 * j .. and 8 * (j + 1) ..
-      if (!S::kShared || j / (kBlocks8 / 2) == group)
-        store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7)) << 4), dweights + 2 * j);
-    fence_shared();
+      store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7) ^ first) << 4), packed + 2 * j);
   }
   /// Goes on to the next tile of queries, of the next item where K has a stage for it. True after an item's last.
   __device__ __forceinline__ bool advance(bool& more) {
@@ -567,38 +596,51 @@ struct BackwardConsumer {
       exponentiate(0, kBlocks8 / 2, factor);
       hand_on();  // the first time nothing
       exponentiate(kBlocks8 / 2, kBlocks8, factor);
-      std::uint32_t weights[kQueries / 4], dweights[kQueries / 4];
+      std::uint32_t weights[kOwnQueries / 4], dweights[kOwnQueries / 4];
       pack_weights(weights);
+      if constexpr (S::kShared) {
+        sync_threads(kRead + group, kBoth);  // both groups have read the last tile's P and dS
+        share(weights, memory.weights());
+      }
       products_wait<0>();
       pin(dscores);
       pack_dscores(dweights, dfactor);
-      add_rows(dvalues, weights, memory.douts(q.stage));
-      share_dscores(dweights);
-      add_rows(dkeys, dweights, memory.queries(q.stage));
-      products_wait<1>();  // dV: frees the registers of P
+      if constexpr (!S::kShared) {
+        add_rows(dvalues, weights, memory.douts(q.stage));
+        sync_threads(kRead + group, kBoth);  // both groups have read the last tile's dS
+      }
+      share(dweights, memory.scores());
+      fence_shared();
+      if constexpr (!S::kShared) {
+        add_rows(dkeys, dweights, memory.queries(q.stage));
+        products_wait<1>();  // dV: frees the registers of P
+      }
       sync_threads(kWritten, kBoth);
       const auto& task = tasks[taken % kTaskSlots];
-#pragma unroll
-      for (int part = 0; part < S::kSumTiles - 1; ++part) {
-        multiply_keys(part);
-        products_wait<0>();
+      if constexpr (S::kSumParts > 1) {
+        multiply_keys(0);
+        add_own_rows();
+        products_wait<1>();
         pin(dqueries);
-        add_queries(task, first_query() / kQueries, part);
+        add_queries(task, first_query() / kQueries, 0);
+      } else if constexpr (S::kShared) {
+        add_own_rows();
       }
-      multiply_keys(S::kSumTiles - 1);
+      multiply_keys(S::kSumParts - 1);
       [[maybe_unused]] const int place = first_query() / kQueries;
 
       const std::uint32_t used = q.stage, used_key = k.stage;
       const bool last = advance(more);
-      if constexpr (S::kWide) products_wait<1>();  // dK: else registers would not do for the next scores
-      multiply_queries();                          // stale ones after the last
+      if constexpr (S::kWide && !S::kShared) products_wait<1>();  // dK: else registers would not do for the next scores
+      multiply_queries();                                         // stale ones after the last
       products_wait<1>();
       pin(dqueries);
-      pin(dkeys);
+      if constexpr (S::kMoreColumns > 0) pin(dmore);
+      if constexpr (!S::kShared) pin(dkeys);
       pin(dvalues);
       free_tile(used);
       arrive_threads(kRead + (group ^ 1), kBoth);
-      if constexpr (S::kShared) add_queries(task, S::kLists ? place : tile - 1, S::kSumTiles - 1);
+      if constexpr (S::kShared) add_queries(task, S::kLists ? place : tile - 1, S::kSumParts - 1);
       else stage();
       draw();
       products_wait<0>();

@@ -44,7 +44,7 @@ __device__ __forceinline__ void draw_bits(const cuda::Rules& rules, std::uint32_
   const int thread = threadIdx.x % kGroupThreads, keys = thread / kWarpThreads % 2, pair = thread % 4;
   counter[1] += static_cast<std::uint32_t>(4 * keys + pair);
 #pragma unroll
-  for (int i = 0; i < S::kQueries / 16; ++i) {
+  for (int i = 0; i < S::kOwnQueries / 16; ++i) {
     const int query = i * 16 + thread / (2 * kWarpThreads) * 8 + thread % kWarpThreads / 4;
     counter[0] = position + static_cast<std::uint32_t>(query) * stride;
     const PhiloxBlock words = philox4x32<kDropoutRounds>(seed, counter);
@@ -54,18 +54,18 @@ __device__ __forceinline__ void draw_bits(const cuda::Rules& rules, std::uint32_
       kept = add_carry(words[word], carries, kept);
       kept = add_carry(words[word] << 16, carries, kept);
     }
-    store_byte(bits + (keys * S::kQueries + query) * 4 + pair, kept);
+    store_byte(bits + (keys * S::kOwnQueries + query) * 4 + pair, kept);
   }
 }
 
 /// P of pairs that are dropped gets a minus: dV leaves them out, and dP, but delta's share of dS has their P.
 template <class S>
-__device__ __forceinline__ void mark_dropped(float (&weights)[S::kQueries / 2], std::uint32_t bits) {
+__device__ __forceinline__ void mark_dropped(float (&weights)[S::kOwnQueries / 2], std::uint32_t bits) {
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads % 4;
-  const std::uint32_t words = bits + (warp / 2 * S::kQueries + lane % 4 * 2) * 4;
+  const std::uint32_t words = bits + (warp / 2 * S::kOwnQueries + lane % 4 * 2) * 4;
   const int upper = 31 - (lane / 8 * 8 + warp % 2 * 4 + lane / 4 % 2), lower = upper - 2;  // brings bits to the top
 #pragma unroll
-  for (int j = 0; j < S::kQueries / 2; j += 4) {
+  for (int j = 0; j < S::kOwnQueries / 2; j += 4) {
     const uint2 two = load_two(words + j * 8);
     const auto mark = [](float& weight, std::uint32_t kept) {
       weight = __uint_as_float(__float_as_uint(weight) | (~kept & 0x80000000u));

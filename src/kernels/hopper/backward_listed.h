@@ -7,7 +7,7 @@
 
 namespace longspan::hopper {
 
-inline constexpr int kChunkRows = 16;  // rows of the smallest block
+inline constexpr int kChunkRows = 16;                     // rows of the smallest block
 inline constexpr std::uint32_t kFirstHalf = 0x0f0f0f0fu;  // of `sees`: 64 queries
 
 /// A tile of queries that some block of a tile of keys sees.
@@ -47,8 +47,8 @@ LONGSPAN_DEVICE void add_pairs(const cuda::BlockLists& lists, unsigned blocks, i
   }
 }
 
-/// Makes the tiles of a place. Full and partial entries, each of which ascend, are merged, so that items that follow one
-/// another in a strand come to the queries that they share in the same order.
+/// Makes the tiles of a place. Full and partial entries, each of which ascend, are merged, so that items that follow
+/// one another in a strand come to the queries that they share in the same order.
 LONGSPAN_DEVICE void list_tiles(const cuda::BlockLists& lists, const cuda::BlockPlace& place, int tile_queries,
                                 ListedTile* tiles) {
   const int size = 1 << lists.shift, unit = size > tile_queries ? size : tile_queries;

@@ -92,9 +92,8 @@ __global__ void __launch_bounds__(kPartsThreads) order_lists(const __grid_consta
       }
     }
     __syncthreads();
-    each_unit([&](int unit, unsigned& turn) {
-      turn = before[warp][unit] + __popc(seen[warp][unit] & ((1u << lane) - 1));
-    });
+    each_unit(
+        [&](int unit, unsigned& turn) { turn = before[warp][unit] + __popc(seen[warp][unit] & ((1u << lane) - 1)); });
     __syncthreads();
   }
 }

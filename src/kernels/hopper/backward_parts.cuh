@@ -5,6 +5,9 @@
 
 namespace longspan::hopper {
 
+/// Threads that read a row, eight columns each: a power of two.
+constexpr int lanes_of_row(int blocks) { return blocks == 3 ? 32 : blocks * 8; }
+
 /// Eight numbers of 16 bits as floats.
 template <class T>
 struct Eight {
@@ -69,7 +72,7 @@ __device__ __forceinline__ void zero_merged(const PartsLaunch& a, const cuda::It
 template <class S>
 __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__ PartsLaunch a) {
   using T = typename S::Element;
-  constexpr int kLanes = S::kBlocks * 8, kRowsAtOnce = kPartsThreads / kLanes, kPasses = kSumTileRows / kRowsAtOnce;
+  constexpr int kLanes = lanes_of_row(S::kBlocks), kRowsAtOnce = kPartsThreads / kLanes, kPasses = kSumTileRows / kRowsAtOnce;
   allow_next();
   if (blockIdx.x < a.list_blocks) return list_places<S>(a, blockIdx.x * kPartsThreads + threadIdx.x);
   const unsigned index = blockIdx.x - a.list_blocks;
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__
 /// Blocks that write dk and dv from their sums, after those for dq: each some rows of one head of one entry.
 template <class S>
 LONGSPAN_DEVICE unsigned key_row_blocks(const PartsLaunch& a) {
-  constexpr int kRows = kPartsThreads / (S::kBlocks * 8);
+  constexpr int kRows = kPartsThreads / lanes_of_row(S::kBlocks);
   return (static_cast<unsigned>(a.base.tensors.tokens) + kRows - 1) / kRows;
 }
 template <class S>
@@ -141,7 +144,7 @@ LONGSPAN_DEVICE std::int64_t key_blocks(const PartsLaunch& a) {
 template <class S>
 __device__ __forceinline__ void convert_keys(const PartsLaunch& a, unsigned block) {
   using T = typename S::Element;
-  constexpr int kLanes = S::kBlocks * 8;
+  constexpr int kLanes = lanes_of_row(S::kBlocks);
   const unsigned row_blocks = key_row_blocks<S>(a), by_head = block / row_blocks;
   const int row = static_cast<int>((block - by_head * row_blocks) * (kPartsThreads / kLanes) + threadIdx.x / kLanes);
   const int entry = static_cast<int>(by_head / a.base.tensors.kv_heads),
@@ -177,7 +180,7 @@ __global__ void __launch_bounds__(kPartsThreads) convert_tiles(const __grid_cons
     place[4 * kPitch] = cuda::pack<T>(four.z * factor, four.w * factor);
   }
   __syncthreads();
-  constexpr int kLanes = S::kBlocks * 8;
+  constexpr int kLanes = lanes_of_row(S::kBlocks);
   const int chunk = threadIdx.x % kLanes;
   if (chunk * 8 >= a.base.tensors.columns) return;
 #pragma unroll
@@ -197,7 +200,7 @@ inline constexpr int kQuarters = 4,
 template <class S>
 __global__ void __launch_bounds__(kPartsThreads) convert_rows(const __grid_constant__ PartsLaunch a) {
   using T = typename S::Element;
-  constexpr int kLanes = S::kBlocks * 8;
+  constexpr int kLanes = lanes_of_row(S::kBlocks);
   const unsigned row_blocks = a.fill_items * kQuarters;
   await_previous();
   if (blockIdx.x >= row_blocks) return convert_keys<S>(a, blockIdx.x - row_blocks);

@@ -20,32 +20,32 @@ struct BackwardShape {
   static constexpr int kColumns = kColumnsValue;
   static constexpr int kBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
   static constexpr bool kWide = kBlocks > 1;
-  // Heads over 128: dK and dV of 64 keys fill the registers of both groups, which have half of the columns each. Scores
-  // of these keys are computed by both, which costs no more than to exchange them through shared memory.
+  // Heads over 128: dK and dV of 64 keys fill the registers, so one group has dV and the other dK. Each computes the
+  // scores of half of the queries, and P goes through shared memory like dS.
   static constexpr bool kShared = kBlocks > 2;
   static constexpr int kKeys = kShared ? kGroupRows : kKeyTileRows;
   static constexpr int kGroupStep = kShared ? 0 : kGroupRows;  // keys from one group's first to the other's
-  static constexpr int kOwnColumns = kShared ? kColumns / 2 : kColumns, kOwnBlocks = kShared ? kBlocks / 2 : kBlocks;
   static constexpr int kQueries =
       kWide ? 64 : 128;  // of a tile: scores, their gradients and two sums fill the registers
+  static constexpr int kOwnQueries = kShared ? kQueries / 2 : kQueries;  // of a group's scores
   static constexpr int kStages = 2, kKeyStages = kWide ? 1 : 2;
   static constexpr int kThreads = 3 * kGroupThreads;
   // Blocks of 64 columns: rows of 128 bytes, one block after the other.
   static constexpr std::uint32_t kQueryBlock = kQueries * 128, kQueryBytes = kQueryBlock * kBlocks;
   static constexpr std::uint32_t kKeyBlock = kKeys * 128, kKeyBytes = kKeyBlock * kBlocks;
   static constexpr std::uint32_t kGroupKeys = kGroupStep * 128;  // of a block of K or V, to the second group's rows
-  static constexpr std::uint32_t kOwnKeys = kShared ? kOwnBlocks * kKeyBlock : kGroupKeys;  // to its dK and dV
-  static constexpr std::uint32_t kValueBytes = kQueries * 4;                                // lse or delta of a tile
+  static constexpr std::uint32_t kValueBytes = kQueries * 4;     // lse or delta of a tile
   static constexpr std::uint32_t kScoreBlock = kKeys * 128, kScoreBytes = kScoreBlock * (kQueries / 64);
   // dQ of a tile: each group has 64 rows (narrow heads), or half of the columns (wide ones).
   static constexpr int kSumColumns = kColumns < 64 ? kColumns : 64;
   static constexpr int kSumTile = kSumTileRows * kSumColumns, kWarpSums = kSumTile / 4;  // floats
-  static constexpr int kSumTiles = kShared ? 2 : 1;
+  // Of three blocks of dQ a group has one and half of the one in the middle, of four it has two, one after the other.
+  static constexpr int kMoreColumns = kBlocks == 3 ? 32 : 0, kSumParts = kBlocks > 3 ? 2 : 1;
   static constexpr std::uint32_t kSumRow = kSumBlockColumns * 4, kSumBlock = kSumTileRows * kSumRow;  // kMerges
   static constexpr std::uint32_t kSumBytes = kShared ? 0 : kSumTile * 4;  // over 128 they are added from registers
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= (65536 / kThreads) / 8 * 8 * 3);
-  static constexpr std::uint32_t kBitBytes = kDropout ? 4 * kQueries * (kGroupRows / 32) : 0;  // of a group
+  static constexpr std::uint32_t kBitBytes = kDropout ? 4 * kOwnQueries * (kGroupRows / 32) : 0;  // of a group
   using PlainItem = std::conditional_t<kMerges && kShared, BackwardMergedTask, BackwardTask>;
   using ListItem = std::conditional_t<kLists, BackwardListTask<PlainItem>, PlainItem>;
   using Item = std::conditional_t<kExtras, BackwardExtrasTask<ListItem>, ListItem>;
@@ -59,7 +59,8 @@ template <class S>
 struct BackwardMemory {
   static constexpr std::uint32_t kKeysEnd = 2 * S::kKeyStages * S::kKeyBytes,
                                  kQueriesEnd = kKeysEnd + 2 * S::kStages * S::kQueryBytes,
-                                 kScoresEnd = kQueriesEnd + S::kScoreBytes, kSumsEnd = kScoresEnd + 2 * S::kSumBytes,
+                                 kScoresEnd = kQueriesEnd + (S::kShared ? 2 : 1) * S::kScoreBytes,
+                                 kSumsEnd = kScoresEnd + 2 * S::kSumBytes,
                                  kValuesEnd = kSumsEnd + 2 * S::kStages * S::kValueBytes,
                                  kBitsEnd = kValuesEnd + 2 * S::kBitBytes;
   static constexpr std::uint32_t kBarriers = 3 * S::kStages + 2 * S::kKeyStages + 2 * kTaskSlots + 6;
@@ -75,6 +76,8 @@ struct BackwardMemory {
   __device__ __forceinline__ std::uint32_t douts(std::uint32_t stage) const { return queries(S::kStages + stage); }
   /// dS of the tile, transposed: rows are keys, blocks of 64 queries.
   __device__ __forceinline__ std::uint32_t scores() const { return base + kQueriesEnd; }
+  /// P of the tile, where groups exchange it.
+  __device__ __forceinline__ std::uint32_t weights() const { return scores() + S::kScoreBytes; }
   __device__ __forceinline__ std::uint32_t sums(std::uint32_t group) const {
     return base + kScoresEnd + group * S::kSumBytes;
   }

@@ -354,8 +354,7 @@ struct Extras {
     const std::uint64_t seed = a.rules.seed_pointer ? *a.rules.seed_pointer : a.rules.seed;
     key0 = static_cast<std::uint32_t>(seed), key1 = static_cast<std::uint32_t>(seed >> 32);
     const std::uint64_t head =
-        std::uint64_t{kPhiloxFactor1} *
-        static_cast<std::uint32_t>((a.rules.first_branch + task.branch) * a.tensors.heads + task.head);
+        std::uint64_t{kPhiloxFactor1} * static_cast<std::uint32_t>(task.branch * a.tensors.heads + task.head);
     first_word = high(head) ^ key0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

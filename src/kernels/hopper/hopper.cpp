@@ -18,19 +18,7 @@ namespace {
 
 constexpr int kShortStrand = 1024;
 constexpr int kChunk = 32;  // strands whose tiles are interleaved under a causal mask, longest first
-constexpr std::int64_t kWidestWithMasks = 128;
-constexpr int kTurns = 2;  // items for each block that are dealt out in turn whatever their length
-
-/// Blocks are cut into tiles of keys of 64 or 128, and only shapes of narrow heads read lists.
-Verdict fits_masks(const Plan& plan) {
-  if (!has_masks(plan)) return yes();
-  if (smallest_block(plan) < kGroupRows)
-    return no("takes block masks of blocks of 64 and 128, here they are of {}", smallest_block(plan));
-  if (plan.problem().head_dim > kWidestWithMasks)
-    return no("takes block masks at head dims up to {}, here it is {}", kWidestWithMasks, plan.problem().head_dim);
-  if (plan.merges_branches()) return no("takes no block masks where branches share rows");
-  return yes();
-}
+constexpr int kTurns = 2;   // items for each block that are dealt out in turn whatever their length
 
 bool make_maps(HopperLaunch& launch, const ForwardArguments& a, const Choice& choice) {
   const int key_box = choice.part_rows > 0 ? choice.part_rows : choice.keys;
@@ -126,22 +114,8 @@ std::size_t workspace_bytes(const Plan& plan, Pass pass, int) {
   return pass == Pass::backward ? backward_workspace_bytes(plan) : layout(plan).total;
 }
 
-/// Of the backward: blocks are cut into tiles of keys of 64 or 128, and only shapes of narrow heads read lists.
-Verdict fits_masks(const Plan& plan) {
-  constexpr std::int64_t kWidestWithMasks = 128;
-  if (!has_masks(plan)) return yes();
-  if (smallest_block(plan) < kGroupRows)
-    return no("takes block masks of blocks of 64 and 128, here they are of {}", smallest_block(plan));
-  if (plan.problem().head_dim > kWidestWithMasks)
-    return no("takes block masks at head dims up to {}, here it is {}", kWidestWithMasks, plan.problem().head_dim);
-  if (plan.merges_branches()) return no("takes no block masks where branches share rows");
-  return yes();
-}
-
 Verdict can_run(const Plan& plan, Pass pass) {
-  if (Verdict verdict = fits_masks(plan); pass == Pass::backward && !verdict.ok) return verdict;
   if (pass == Pass::backward) return can_run_backward(plan);
-  if (Verdict verdict = fits_masks(plan); !verdict.ok) return verdict;
   return fits(plan);
 }
 
@@ -174,6 +148,7 @@ void forward(const ForwardArguments& a) {
         for (int w = base.schedule.work_count - 1; w >= 0 && base.schedule.work[w].branch < 0; --w)
           launch.items = static_cast<unsigned>(base.schedule.work[w].first_item);
         launch.query_group = base.tensors.heads / base.tensors.kv_heads;
+        launch.first_branch = a.first_branch;
         launch.whole = is_whole(base);
         launch.fill_boxes = fills_by_boxes(a, base);
         launch.fill_items = static_cast<unsigned>(base.schedule.items) - launch.items;

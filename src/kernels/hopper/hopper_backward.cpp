@@ -45,7 +45,8 @@ BackwardExtras extras_of(const Plan& plan) {
 std::int64_t sum_columns(const Plan& plan) {
   const std::int64_t columns = plan.problem().head_dim;
   const bool narrow = columns <= 48 && !has_masks(plan) && extras_of(plan) == BackwardExtras::none;
-  return narrow ? 48 : columns <= 64 ? 64 : columns <= 128 ? 128 : 256;
+  const bool three_blocks = columns <= 192 && !has_masks(plan) && extras_of(plan) == BackwardExtras::none;
+  return narrow ? 48 : columns <= 64 ? 64 : columns <= 128 ? 128 : three_blocks ? 192 : 256;
 }
 
 /// Columns of a row of sums that branches share: those of dq, in whole blocks of the copy engine's boxes, or of what a

@@ -38,6 +38,7 @@ struct alignas(128) HopperLaunch {
   int ahead;        // items that a block looks up before their turn
   int part_rows;    // lists in parts: rows of a box of keys
   int query_group;  // heads that share a head of k and v
+  int first_branch;  // what dropout counts the first one as; else 0
   bool whole;       // rows of q are all positions in order
   bool fill_boxes;  // uncovered rows are whole phases
 

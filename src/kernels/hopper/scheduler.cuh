@@ -99,6 +99,7 @@ struct Scheduler {
     task.q_row = q_row;
     task.stride = strand.stride;
     task.branch = item.branch;
+    if constexpr (S::kExtras) task.branch += a.first_branch;
     task.range = item.range;
     task.length = length;
     task.position = strand.start + first * strand.stride;

@@ -1,6 +1,7 @@
 // Matrix products of a warp group, 64 rows by kColumns, 16 deep, sums in float32.
 //   scores  A and B in shared memory, both with rows along their depth: Q K^T
 //   values  A in registers, B in shared memory with its depth along rows: P V
+//   stored  A and B in shared memory, B with its depth along rows: P^T dO
 //   rows    A and B in shared memory, both with their depth along rows: dS K, where dS lies transposed
 // Assembly needs its registers by name, so their lists are macros; each list continues the one before.
 #pragma once
@@ -20,10 +21,8 @@ struct Product;
 #define LONGSPAN_SUMS_16(d) \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define LONGSPAN_NAMES_24 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
-#define LONGSPAN_SUMS_24(d) \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+#define LONGSPAN_NAMES_24 LONGSPAN_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define LONGSPAN_SUMS_24(d) LONGSPAN_SUMS_16(d), \
   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
 #define LONGSPAN_NAMES_32 LONGSPAN_NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define LONGSPAN_SUMS_32(d) LONGSPAN_SUMS_24(d), \
@@ -69,6 +68,12 @@ struct Product;
       asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #N2 ", 0;\n"                                                     \
                    "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE                               \
                    " {" LONGSPAN_NAMES_##COUNT "}, %" #N0 ", %" #N1 ", p, 1, 1, 1, 1; }\n"                             \
+                   : LONGSPAN_SUMS_##COUNT(d) : "l"(a), "l"(b), "r"(add));                                             \
+    }                                                                                                                  \
+    static __device__ __forceinline__ void stored(float (&d)[COUNT], std::uint64_t a, std::uint64_t b, int add) {      \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #N2 ", 0;\n"                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE                               \
+                   " {" LONGSPAN_NAMES_##COUNT "}, %" #N0 ", %" #N1 ", p, 1, 1, 0, 1; }\n"                             \
                    : LONGSPAN_SUMS_##COUNT(d) : "l"(a), "l"(b), "r"(add));                                             \
     }                                                                                                                  \
     static __device__ __forceinline__ void values(float (&d)[COUNT], const std::uint32_t* a, std::uint64_t b,          \

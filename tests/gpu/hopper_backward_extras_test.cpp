@@ -20,6 +20,9 @@ std::vector<Setting> settings() {
           {"dense_d72", Pattern::dense(), {1, 450, 2, 2, 72}, {}, {}},
           {"dense_d256", Pattern::dense(), {1, 450, 2, 1, 256}, {}, {}},
           {"short_strands", Pattern::dilated({100, 512}, {1, 4}), {2, 1111, 4, 4, 64}, {}, {}},
+          // So many items that those of padded keys run apart.
+          {"many", Pattern::dense(), {26, 130, 8, 8, 64}, {}, {}},
+          {"many_wide", Pattern::dense(), {26, 130, 8, 4, 128}, {}, {}},
           {"groups", groups, {1, 2048, 3, 3, 64}, {}, {}},
           {"groups_ragged", ragged, {2, 1999, 4, 2, 40}, {}, {}},
           {"groups_wide", ragged, {1, 1999, 2, 2, 128}, {}, {}},
@@ -36,20 +39,22 @@ std::vector<Setting> settings() {
           {"blocks_lengths", local_blocks(64), {2, 1299, 2, 2, 64}, {1299, 650}, {}}};
 }
 
-enum class Extra { none, scattered, middle, nothing, alibi, negative, zero, detached, dropout, both, all };
-constexpr const char* kNames[] = {
-    "plain",        "scattered_keys", "keys_in_the_middle", "no_keys", "alibi", "negative_scale", "scale_zero",
-    "detached_mix", "dropout",        "detached_dropout",   "all"};
+enum class Extra { none, scattered, middle, nothing, padding, alibi, negative, zero, detached, dropout, both, all };
+constexpr const char* kNames[] = {"plain",        "scattered_keys", "keys_in_the_middle", "no_keys",
+                                  "padding",      "alibi",          "negative_scale",     "scale_zero",
+                                  "detached_mix", "dropout",        "detached_dropout",   "all"};
 
 void add(Case& c, Extra extra) {
   const std::size_t tokens = static_cast<std::size_t>(c.shape.tokens),
                     keys = tokens * static_cast<std::size_t>(c.shape.batch);
   const bool all = extra == Extra::all;
-  if (all || extra == Extra::scattered || extra == Extra::middle || extra == Extra::nothing) {
+  if (all || extra == Extra::scattered || extra == Extra::middle || extra == Extra::nothing ||
+      extra == Extra::padding) {
     c.key_mask.assign(keys, extra == Extra::scattered || all ? 1 : 0);
     for (std::size_t i = 0; i < keys; ++i) {
       const std::size_t row = i % tokens;
-      if (extra == Extra::middle) c.key_mask[i] = row >= tokens / 3 && row < tokens / 2;
+      if (extra == Extra::padding) c.key_mask[i] = row < (i / tokens + 1) * 53 % (tokens + 1);
+      else if (extra == Extra::middle) c.key_mask[i] = row >= tokens / 3 && row < tokens / 2;
       else if (extra != Extra::nothing && (row * 2654435761u >> 5) % 7 == 0) c.key_mask[i] = 0;
     }
   }
@@ -128,7 +133,7 @@ TEST_P(HopperBackwardExtras, MatchesTheReference) {
 TEST_P(HopperBackwardExtras, ExcludedKeysNeverLeak) {
   LONGSPAN_NEEDS_HOPPER(Pass::backward);
   const auto& [setting, extra, causal] = GetParam();
-  if (extra != Extra::scattered && extra != Extra::middle && extra != Extra::all) return;
+  if (extra != Extra::scattered && extra != Extra::middle && extra != Extra::padding && extra != Extra::all) return;
   Case c = make();
   const auto excluded = [&](std::int64_t entry, std::int64_t row) {
     return c.key_mask[static_cast<std::size_t>(entry * c.shape.tokens + row)] == 0;
@@ -157,9 +162,9 @@ std::string name_of_case(const ::testing::TestParamInfo<Parameters>& parameters)
 INSTANTIATE_TEST_SUITE_P(Hopper, HopperBackwardExtras,
                          ::testing::Combine(::testing::ValuesIn(settings()),
                                             ::testing::Values(Extra::none, Extra::scattered, Extra::middle,
-                                                              Extra::nothing, Extra::alibi, Extra::negative,
-                                                              Extra::zero, Extra::detached, Extra::dropout, Extra::both,
-                                                              Extra::all),
+                                                              Extra::nothing, Extra::padding, Extra::alibi,
+                                                              Extra::negative, Extra::zero, Extra::detached,
+                                                              Extra::dropout, Extra::both, Extra::all),
                                             ::testing::Bool()),
                          name_of_case);
 

@@ -97,7 +97,7 @@ inline constexpr bool kHasOptions = kColumns == 64 || kColumns == 128 || kColumn
 /// options three.
 template <class Body>
 cudaError_t with_columns(const PartsLaunch& launch, Body&& body) {
-  const bool few = launch.lists || launch.extras != BackwardExtras::none;
+  const bool few = launch.lists || launch.extras != BackwardExtras::none || launch.taken != KeysTaken::all;
   const int columns = launch.base.tensors.columns;
   if (few && columns <= 128) return columns <= 64 ? body.template operator()<64>() : body.template operator()<128>();
   if (columns <= 48) return body.template operator()<48>();

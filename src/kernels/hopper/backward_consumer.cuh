@@ -560,7 +560,8 @@ struct BackwardConsumer {
     const std::uint32_t place = target + (group * S::kGroupStep + warp() * 16 + (lane & 15)) * 128;
 #pragma unroll
     for (int j = 0; j < kBlocks8; j += 2)  // keys 0 to 7 and 8 to 15 of queries 8 * j .. and 8 * (j + 1) ..
-      store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7) ^ first) << 4), packed + 2 * j);
+      store_blocks(place + j / 8 * S::kScoreBlock + ((((j % 8) | (lane >> 4)) ^ (lane & 7) ^ first) << 4),
+                   packed + 2 * j);
   }
   /// Goes on to the next tile of queries, of the next item where K has a stage for it. True after an item's last.
   __device__ __forceinline__ bool advance(bool& more) {

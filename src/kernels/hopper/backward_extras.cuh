@@ -95,6 +95,24 @@ __device__ __forceinline__ void overwrite_excluded(const Item& task, int key, fl
     if (!(i % 4 < 2 ? upper : lower)) numbers[i] = with;
 }
 
+/// How many keys of an item's tile come before the first that key_mask excludes, if it excludes all after that; else
+/// -1.
+template <class Item>
+__device__ __forceinline__ int leading_keys(const cuda::Launch& base, const Item& task, int lane) {
+  int leading = 0;
+  bool ended = false, leads = true;
+#pragma unroll 1
+  for (int first = 0; first < task.keys; first += kWarpThreads) {
+    const int key = first + lane;
+    const std::uint32_t bits =
+        __ballot_sync(~0u, key < task.keys && base.rules.allowed(task.entry, task.position + key * task.stride));
+    leads = leads && (bits & (bits + 1)) == 0 && !(ended && bits != 0);
+    leading += __popc(bits);
+    ended = ended || bits != ~0u;
+  }
+  return leads ? leading : -1;
+}
+
 /// Which keys of an item's tile may be attended to, by a whole warp; false if none.
 template <class S>
 __device__ __forceinline__ bool find_allowed(const cuda::Launch& base, typename S::Item& task, int lane) {

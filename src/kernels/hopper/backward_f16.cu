@@ -3,7 +3,7 @@
 
 namespace longspan::hopper {
 
-const BackwardStarts kBackwardF16 = {start_prepare<__half>, start_backward<__half>, start_convert<__half>, start_order<__half>,
-                                     start_split<__half>};
+const BackwardStarts kBackwardF16 = {start_prepare<__half>, start_backward<__half>, start_convert<__half>,
+                                     start_order<__half>, start_split<__half>};
 
 }  // namespace longspan::hopper

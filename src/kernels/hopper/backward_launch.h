@@ -65,6 +65,10 @@ inline constexpr float kLeastScale = 1e-30f;
 ///   dropout  the same, and dropout
 enum class BackwardExtras { none, some, dropout };
 
+/// Which tiles of keys a launch of the main kernel takes, where key_mask is the only option of a call: those of which
+/// key_mask leaves the first keys, and no others, run in the kernel without options, as if the strand ended there.
+enum class KeysTaken { all, leading, scattered };
+
 /// What preparation and conversion are told: work by tiles of 64 query rows, then items of rows that no branch covers.
 struct PartsLaunch {
   cuda::Launch base;
@@ -86,6 +90,7 @@ struct PartsLaunch {
   bool splits;                             // some lists are cut: only the keys of these are added up in sums
   int sum_columns;                         // where branches share rows: of a row of sums
   BackwardExtras extras;
+  KeysTaken taken;
 
   /// Thread blocks of the kernel that orders the items of lists, for one head of a branch's mask.
   LONGSPAN_DEVICE unsigned ordered_blocks(int branch) const {

@@ -72,7 +72,8 @@ __device__ __forceinline__ void zero_merged(const PartsLaunch& a, const cuda::It
 template <class S>
 __global__ void __launch_bounds__(kPartsThreads) prepare(const __grid_constant__ PartsLaunch a) {
   using T = typename S::Element;
-  constexpr int kLanes = lanes_of_row(S::kBlocks), kRowsAtOnce = kPartsThreads / kLanes, kPasses = kSumTileRows / kRowsAtOnce;
+  constexpr int kLanes = lanes_of_row(S::kBlocks), kRowsAtOnce = kPartsThreads / kLanes,
+                kPasses = kSumTileRows / kRowsAtOnce;
   allow_next();
   if (blockIdx.x < a.list_blocks) return list_places<S>(a, blockIdx.x * kPartsThreads + threadIdx.x);
   const unsigned index = blockIdx.x - a.list_blocks;

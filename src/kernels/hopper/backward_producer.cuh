@@ -117,6 +117,27 @@ struct BackwardProducer {
     for (int i = begin + lane; i * kSumTileRows < task.queries; i += kWarpThreads) far = far || marks[i] != 0;
     return far;
   }
+  /// Leaves the leading keys of a tile, if these are all that key_mask allows; the others have no gradient. False if
+  /// there is nothing to compute, or others are allowed too.
+  __device__ __forceinline__ bool take_leading(typename S::Item& task, int lane) const {
+    const cuda::Launch& base = a.parts.base;
+    const int keys = task.keys, leading = leading_keys(base, task, lane);
+    if (leading < 0) return false;
+    const int chunks = base.tensors.columns / 8;
+    for (int i = leading * chunks + lane; i < (base.gradients.sum_keys ? 0 : keys * chunks); i += kWarpThreads) {
+      const std::int64_t position = task.position + static_cast<std::int64_t>(i / chunks) * task.stride;
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        const cuda::Rows& target = which == 0 ? base.gradients.dk : base.gradients.dv;
+        auto* const row =
+            reinterpret_cast<typename S::Element*>(target.data) + target.offset(task.entry, position, task.kv_head);
+        store_global(row + i % chunks * 8, make_uint4(0, 0, 0, 0));
+      }
+    }
+    __syncwarp();
+    if (lane == 0) task.keys = leading;
+    return leading > 0;
+  }
   /// The same as describe by a whole warp, and what takes all of it. Where key_mask excludes all keys, dK and dV are
   /// zeros, which one tile of queries gives; deterministic calls count every item.
   __device__ __forceinline__ bool look_up(unsigned flat, typename S::Item& task, int lane) const {
@@ -125,8 +146,13 @@ struct BackwardProducer {
     __syncwarp();
     const bool far = __any_sync(~0u, has_far_lse(task, lane));
     bool counts = true;
+    if constexpr (!S::kExtras && !S::kLists) {
+      if (a.parts.taken == KeysTaken::leading && !take_leading(task, lane)) return false;
+    }
     if constexpr (S::kExtras) {
-      if (!find_allowed<S>(a.parts.base, task, lane) && !a.parts.turns) {
+      const bool some = find_allowed<S>(a.parts.base, task, lane);
+      if (a.parts.taken == KeysTaken::scattered && leading_keys(a.parts.base, task, lane) >= 0) return false;
+      if (!some && !a.parts.turns) {
         counts = !a.parts.base.gradients.sum_keys;
         if constexpr (S::kLists) counts = counts && !task.split;
         if (lane == 0) task.tiles = task.first_tile + 1;

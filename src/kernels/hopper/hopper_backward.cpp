@@ -41,6 +41,13 @@ BackwardExtras extras_of(const Plan& plan) {
   return some ? BackwardExtras::some : BackwardExtras::none;
 }
 
+/// Whether key_mask is all that a call has of options, so that tiles of which it leaves the leading keys need none.
+bool only_masks_keys(const Plan& plan) {
+  const Problem& problem = plan.problem();
+  return extras_of(plan) == BackwardExtras::some && problem.has_key_mask && !problem.has_alibi && !has_masks(plan) &&
+         !plan.options().deterministic && static_cast<float>(plan.scale()) >= kLeastScale;
+}
+
 /// Columns of a row of sums.
 std::int64_t sum_columns(const Plan& plan) {
   const std::int64_t columns = plan.problem().head_dim;
@@ -482,6 +489,18 @@ class BackwardCall {
     // Asking and telling takes longer than a tile of queries, but a strand's tiles of keys follow sooner: that matters
     // where a call has few.
     launch_.told_tiles = schedule.items < kFewRounds * std::int64_t{launch_.blocks} ? 1 : 2;
+    if (only_masks_keys(plan_) && schedule.items >= kFewRounds / 2 * std::int64_t{launch_.blocks}) {
+      parts_.extras = BackwardExtras::none;
+      start(KeysTaken::leading);
+      parts_.extras = BackwardExtras::some;
+      start(KeysTaken::scattered);
+      parts_.taken = KeysTaken::all;
+    } else {
+      start(KeysTaken::all);
+    }
+  }
+  void start(KeysTaken taken) {
+    parts_.taken = taken;
     cuda::check(starts_.run(launch_, stream_), "starting the Hopper backward kernel");
     // Every block takes one number that is no item any more.
     launch_.first_ticket += parts_.items + launch_.halved + static_cast<unsigned>(launch_.blocks);

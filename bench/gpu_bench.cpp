@@ -115,7 +115,7 @@ std::vector<Workload> workloads() {
     for (const std::int64_t dim : {64, 128, 256}) {
       // The same pairs in blocks of several sizes; rows and keys that all see, and as many pairs in a window.
       const std::int64_t tokens = 32768;
-      const BlockMask some = BlockPattern::random(0.04, 3, 64).mask(tokens / 64, 1, causal);
+      const BlockMask some = BlockPattern::random(0.04, 3, 64).mask(tokens, 1, causal);
       for (const int block : {64, 32, 16})
         add(fmt::format("runs{}_d{}", block, dim), tokens, 8, dim, finer_blocks(some, block));
       add(fmt::format("global_d{}", dim), tokens, 8, dim,

@@ -34,13 +34,13 @@ struct alignas(128) HopperLaunch {
   float* parts;         // of lists that are cut: what each consumer found (cut_lists.cuh)
   std::int64_t first_slot[cuda::kMaxBranches];  // of a branch there, 2 groups of consumers each
   int slots[cuda::kMaxBranches];                // of a strand
-  int packed;       // items that a block takes at a time: more than one where strands are short
-  int ahead;        // items that a block looks up before their turn
-  int part_rows;    // lists in parts: rows of a box of keys
-  int query_group;  // heads that share a head of k and v
+  int packed;        // items that a block takes at a time: more than one where strands are short
+  int ahead;         // items that a block looks up before their turn
+  int part_rows;     // lists in parts: rows of a box of keys
+  int query_group;   // heads that share a head of k and v
   int first_branch;  // what dropout counts the first one as; else 0
-  bool whole;       // rows of q are all positions in order
-  bool fill_boxes;  // uncovered rows are whole phases
+  bool whole;        // rows of q are all positions in order
+  bool fill_boxes;   // uncovered rows are whole phases
 
   /// Counts items of a branch that are done, where branches wait for one another.
   LONGSPAN_DEVICE unsigned* finished(int branch, int range, int entry, int head) const {

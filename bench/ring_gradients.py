@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Gradients of parameters and rows of a ring over one imitated link: who waits for whom.
 
-    python bench/ring_gradients.py [--ranks 2] [--rate 2e8]
+    python bench/ring_gradients.py [--ranks 2] [--rate 1e8]
 
 Each of `--ranks` gloo processes has a port of `--rate` bytes per second, which messages of the ring and reductions of gradients
 pass one after the other, in the order in which they start. Steps take turns: gradients averaged after the backward; DDP's
@@ -125,7 +125,7 @@ def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, kind, value in (("ranks", int, 2), ("rate", float, 2e8), ("tokens", int, 4096), ("width", int, 256), ("layers", int, 4),
+    for name, kind, value in (("ranks", int, 2), ("rate", float, 1e8), ("tokens", int, 1024), ("width", int, 384), ("layers", int, 3),
                               ("bucket-mb", float, 8.0), ("piece-bytes", int, 1 << 18), ("steps", int, 7)):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=value)
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -405,6 +405,14 @@ def ring_link_table() -> list[str]:
     return lines
 
 
+def ring_gradients_table() -> list[str]:
+    titles = {"after": "averaged after the backward", "buckets": "DDP's buckets, each at once", "pieces": "`reduce_behind_rings`"}
+    lines = ["| gradients | step, ms | of which rings waited |", "|---|---|---|"]
+    for name, row in result("ring_gradients")["results"].items():
+        lines.append(f"| {titles[name]} | {1e3 * row['step_seconds']:,.0f} | {1e3 * row['ring_waited_seconds']:.0f} |")
+    return lines
+
+
 PAGES = {
     "docs/indexing.md": {
         "pick": lambda: indexing_table("indexing_h200", "pick_ms"), "pick both": lambda: indexing_table("indexing_h200", "pick_both_ms"),
@@ -423,7 +431,7 @@ PAGES = {
     },
     "docs/block_sparse.md": {"blocks": block_table, "small blocks": small_block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},
-    "docs/ring.md": {"ring link": ring_link_table, "ring scaling": ring_scaling_table},
+    "docs/ring.md": {"ring link": ring_link_table, "ring scaling": ring_scaling_table, "ring gradients": ring_gradients_table},
 }
 
 

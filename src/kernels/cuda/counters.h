@@ -1,6 +1,6 @@
 // Counters of launches whose blocks take items as they become free, or wait for one another's.
-// Memory of the library that rests at zero is hidden state. It stays because a memset before each launch makes short
-// decoding calls 5% slower (bench/notes/restraint.md).
+// Memory of the library that rests at zero is hidden state; it saves a memset before each launch (what that is worth is
+// in bench/notes/restraint.md).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,10 +1,10 @@
 // Times forward and backward of named workloads on one GPU and prints one JSON line for each.
 //   sustained: mean of back-to-back calls; burst: median of 7 calls after a pause of 0.25 s (a long run meets the
 //   card's power cap, a short one does not).
-// usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only | --backward-only] [--once]
-//                           [others | workload...]
+// usage: longspan_gpu_bench [--device N] [--kernel NAME] [--forward-only | --backward-only]
+//                           [--once | --brief] [others | workload...]
 //   some workloads run only when named, or, unless deterministic, with `others`; --once makes one call, of backward
-//   after a forward with --backward-only, and times nothing, for profilers
+//   after a forward with --backward-only, and times nothing, for profilers; --brief leaves bursts out
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -149,12 +149,20 @@ std::vector<Workload> workloads() {
       add("all", [](Workload& work) { work.kept = 0.9, work.alibi = true, work.options.dropout = 0.1; });
     }
   }
-  const auto add_special = [&](std::string name, std::int64_t tokens, std::int64_t heads, DType dtype, auto&& set) {
-    list.push_back({std::move(name), tokens, heads, 64, Pattern::dense(), false, dtype});
-    set(list.back().options);
-  };
-  add_special("dense4k_f32", 4096, 8, DType::f32, [](Options&) {});
-  add_special("dense4k_tf32", 4096, 8, DType::f32, [](Options& options) { options.allow_tf32 = true; });
+  // float32, as it is and with allow_tf32.
+  for (const bool rounds : {false, true}) {
+    const auto add = [&](const char* name, std::int64_t tokens, std::int64_t heads, std::int64_t dim, bool causal) {
+      list.push_back({fmt::format("{}_{}{}", name, rounds ? "tf32" : "f32", causal ? "_causal" : ""), tokens, heads,
+                      dim, Pattern::dense(), causal, DType::f32});
+      list.back().options.allow_tf32 = rounds;
+      list.back().always = tokens == 4096;
+    };
+    add("dense4k", 4096, 8, 64, false);
+    for (const bool causal : {false, true}) {
+      add("dense16k_d64", 16384, 16, 64, causal);
+      add("dense16k_d128", 16384, 16, 128, causal);
+    }
+  }
   for (std::size_t i = 0, count = list.size(); i < count; ++i) {
     const std::string name = list[i].name;
     Workload again = list[i];
@@ -226,7 +234,7 @@ struct Times {
 };
 
 template <class Body>
-Times measure(Body&& body) {
+Times measure(bool brief, Body&& body) {
   cudaEvent_t begin, end;
   cudaEventCreate(&begin);
   cudaEventCreate(&end);
@@ -242,7 +250,8 @@ Times measure(Body&& body) {
   const double first = timed(3);
   const int repeats = std::clamp(static_cast<int>(150.0 / std::max(first, 1e-3)), 3, 500);
   Times times;
-  times.sustained = timed(repeats);
+  times.burst = times.sustained = timed(repeats);
+  if (brief) return times;
   std::this_thread::sleep_for(std::chrono::milliseconds(250));
   std::vector<double> each;
   for (int i = 0; i < 7; ++i) each.push_back(timed(1));
@@ -256,7 +265,7 @@ Times measure(Body&& body) {
 struct Request {
   Device device{DeviceType::cuda, 0};
   std::string kernel;
-  bool forward_only = false, backward_only = false, once = false;
+  bool forward_only = false, backward_only = false, once = false, brief = false;
 };
 
 void run(const Workload& work, const Request& request) {
@@ -305,7 +314,7 @@ void run(const Workload& work, const Request& request) {
         device_memory::statistics(device.index).peak_used_bytes);
   };
   if (request.backward_only || request.once) forward_once();
-  else report("forward", measure(forward_once), totals.forward_flops);
+  else report("forward", measure(request.brief, forward_once), totals.forward_flops);
   if (request.backward_only || !(request.forward_only || request.once)) {
     const Tensor dout(work, work.dtype, work.head_dim), dq(work, work.dtype, work.head_dim),
         dk(work, work.dtype, work.head_dim), dv(work, work.dtype, work.head_dim);
@@ -316,7 +325,7 @@ void run(const Workload& work, const Request& request) {
     };
     line += fmt::format(R"(, "backward_kernel": "{}")", plan->kernel_name(Pass::backward));
     if (request.once) backward_once();
-    else report("backward", measure(backward_once), totals.backward_flops);
+    else report("backward", measure(request.brief, backward_once), totals.backward_flops);
   }
   cuda::check(cudaDeviceSynchronize(), "a call");
   fmt::print("{}}}\n", line);
@@ -334,6 +343,7 @@ int run_all(int argc, char** argv) {
     else if (argument == "--forward-only") request.forward_only = true;
     else if (argument == "--backward-only") request.backward_only = true;
     else if (argument == "--once") request.once = true;
+    else if (argument == "--brief") request.brief = true;
     else wanted.emplace_back(argument);
   }
   if (cuda::devices().empty()) {

@@ -355,7 +355,9 @@ std::shared_ptr<Communicator> node_ring(const std::string& name, int rank, int s
                                         std::chrono::milliseconds deadline) {
   if (size < 1 || size > kMostRanks) reject("size", "{} ranks: give 1 to {}", size, kMostRanks);
   if (rank < 0 || rank >= size) reject("rank", "rank {} of {}: ranks are 0 to size - 1", rank, size);
-  const auto fits = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.'; };
+  const auto fits = [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
+  };
   if (name.empty() || name.size() > 100 || !std::all_of(name.begin(), name.end(), fits))
     reject("name", "name '{}': give 1 to 100 letters, digits, '-', '_' or '.'", name);
   return std::make_shared<NodeCommunicator>(name, rank, size, deadline);

@@ -5,6 +5,7 @@
 #include "longspan/block_mask.h"
 #include "longspan/block_pattern.h"
 #include "longspan/communicator.h"
+#include "longspan/cost.h"
 #include "longspan/error.h"
 #include "longspan/exchange.h"
 #include "longspan/inspect.h"

@@ -13,6 +13,9 @@ inline const Call kCall = {.dropout_seed = 1};
 inline const ConstTensorView kView = {.dtype = DType::bf16};
 inline const RingOptions kRing = {.checksums = false};
 inline const LocalFault kFault = {.rank = 1};
+inline const LocalLink kLink = {.bytes_per_second = 1e9};
+inline const LinkRates kNetwork = {.bytes_per_second = 1e9};
+inline const RingModel kModel = {.ranks_per_device = 2};
 inline const SendBuffer kSend = {.peer = 1};
 inline const ReceiveBuffer kReceive = {.peer = 1};
 

@@ -91,15 +91,26 @@ Tensor RingInputs::host_rows(std::size_t index, std::span<const RowRange> ranges
   return tensor;
 }
 
+bool OneDevice::packs() const {
+  Problem problem = inputs_.problem;
+  if (problem.device.type == DeviceType::cpu || settings_.shards.ranks() == 1 || settings_.ring.halo_limit_bytes > 0)
+    return false;
+  problem.query_rows = settings_.shards.rows(0);
+  problem.is_share = true;
+  const auto plan = Attention(settings_.pattern, settings_.options).plan(problem);
+  return !plan->kernel_name(Pass::forward).empty() && !plan->kernel_name(Pass::backward).empty();
+}
+
 std::string OneDevice::kernel(Pass pass) const {
   Problem problem = inputs_.problem;
   problem.query_rows = settings_.shards.rows(0);
-  problem.has_pieces = problem.has_piece_gradients = settings_.shards.ranks() > 1;
+  problem.is_share = packs();
+  problem.has_pieces = problem.has_piece_gradients = !problem.is_share && settings_.shards.ranks() > 1;
   return std::string(Attention(settings_.pattern, settings_.options).plan(problem)->kernel_name(pass));
 }
 
 /// The CPU's kernels give a row the same bits whether its keys come in pieces or not, so there nothing is forced; a
-/// GPU's take other tiles then, so it gets one piece that has everything.
+/// GPU's take other tiles then, so it gets one piece that has everything, unless the ring packs strands.
 Attention OneDevice::with_rings_kernel(Pass pass) const {
   Options options = settings_.options;
   if (inputs_.problem.device.type == DeviceType::cuda) options.kernel = kernel(pass);
@@ -123,7 +134,7 @@ const OneDevice::Results& OneDevice::results() {
     call.cancel = &interrupted();
     call.dropout_seed = inputs_.seed;
     const KeyPiece everything{0, 1, r.k.view(), r.v.view()};
-    if (p.device.type == DeviceType::cuda) call.pieces = {&everything, 1};
+    if (p.device.type == DeviceType::cuda && !packs()) call.pieces = {&everything, 1};
     const auto bring_home = [&](std::initializer_list<Tensor*> tensors) {
       if (p.device.type == DeviceType::cpu) return;
       for (Tensor* const tensor : tensors) *tensor = tensor->on({});

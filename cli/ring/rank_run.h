@@ -53,6 +53,8 @@ class OneDevice {
   std::string kernel(Pass pass) const;
 
  private:
+  /// Whether ranks pack strands for kernels that take no pieces.
+  bool packs() const;
   Attention with_rings_kernel(Pass pass) const;
   const RingInputs& inputs_;
   const RingSettings& settings_;

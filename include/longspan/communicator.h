@@ -19,13 +19,20 @@ struct SendBuffer {
   int peer = 0;
   const void* data = nullptr;
   std::size_t bytes = 0;
-  Device device{};  ///< whose memory it is; others than the CPU's only where Communicator::takes says so
+  Device device{};         ///< whose memory it is; others than the CPU's only where Communicator::takes says so
+  bool in_order = false;   ///< moves in the order of `stream`; only where Communicator::in_stream_order
+  void* stream = nullptr;  ///< cudaStream_t
 };
 struct ReceiveBuffer {
   int peer = 0;
   void* data = nullptr;
   std::size_t bytes = 0;
   Device device{};
+  bool in_order = false;
+  void* stream = nullptr;
+  /// Where given, and in the order of a stream, the sender's memory may be lent until release() instead of copied: its
+  /// address is put here.
+  const void** lent = nullptr;
 };
 
 /// One rank's end of a ring. Used by one thread at a time. Derive from it to bring a transport of your own.
@@ -50,6 +57,14 @@ class LONGSPAN_API Communicator {
   /// Returns when every message of the exchange has arrived and left. Throws CommError, naming a rank, if one fails or
   /// the deadline passes.
   virtual void wait(Deadline deadline) = 0;
+  /// Whether GPU memory can move in the order of the streams that buffers name. What is sent is then what the stream
+  /// has made by begin(); wait() returns when the peers' hosts have sent, and what the stream gets from then on finds
+  /// what has arrived. Sent buffers may be written by what the stream gets after settle(). No host waits for a device.
+  virtual bool in_stream_order() const { return false; }
+  /// Returns when peers' hosts have taken what was sent in the order of streams. Throws as wait() does.
+  virtual void settle(Deadline) {}
+  /// What was lent is used by nothing that the stream gets from now on.
+  virtual void release() {}
   /// Gives the exchange up: afterwards nobody reads or writes its buffers (but see keeps_buffers), and the communicator
   /// is of no more use.
   virtual void abort() noexcept = 0;

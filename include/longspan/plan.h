@@ -48,6 +48,7 @@ struct Problem {
   bool has_alibi = false;
   bool has_pieces = false;
   bool has_piece_gradients = false;  ///< backward adds dk and dv to rows that pieces name
+  bool is_share = false;             ///< a ring's rank: q, k and v are its rows of a problem of `tokens` queries
   bool operator==(const Problem&) const = default;
 };
 

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -45,6 +46,7 @@ struct RingReport {
   double overlapped_seconds = 0;  ///< of work until messages were seen to have come
   double total_seconds = 0;
   std::vector<RingEvent> events{};
+  std::string late_error{};  ///< what the GPU has found wrong with messages since; empty: nothing so far
 };
 
 /// Remote rows that a forward received, for the backward of the same inputs. Empty until a forward fills it.
@@ -59,6 +61,9 @@ class LONGSPAN_API RingHalo {
   struct Data;
   std::shared_ptr<Data> data_;
 };
+
+struct RingForward;
+struct RingBackward;
 
 /// One rank of a ring. q, k, v and all results are this rank's rows, in the order of its shard; key_mask and lengths
 /// are those of the whole sequence. Every rank makes the same calls in the same order, each from one thread.
@@ -78,6 +83,15 @@ class LONGSPAN_API Ring {
                 const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call = {},
                 const RingHalo* kept = nullptr);
 
+  /// The calls of all ranks of a local ring on GPUs, from one thread, which waits for no device. Returns false, with
+  /// nothing done, where that takes a thread for each rank: on CPUs, over other communicators, and in the first call.
+  static bool forward_together(std::span<const RingForward> ranks);
+  static bool backward_together(std::span<const RingBackward> ranks);
+
+  /// On GPUs messages are checked after a call has returned. What is found wrong is a CommError of the next call, or of
+  /// this, which waits for the GPU until the deadline.
+  void check(std::chrono::milliseconds deadline);
+
   int rank() const;
   const Shards& shards() const;
   /// The plan of the whole sequence for this rank's tensors, and what it exchanges.
@@ -88,7 +102,26 @@ class LONGSPAN_API Ring {
 
  private:
   struct State;
+  class PackedRun;
+  template <class RankCall>
+  static bool run_together(std::span<const RankCall> calls);
   std::unique_ptr<State> state_;
+};
+
+/// The arguments of Ring::forward and Ring::backward on one rank.
+struct RingForward {
+  Ring* ring = nullptr;
+  ConstTensorView q{}, k{}, v{};
+  TensorView out{}, lse{};
+  Call call{};
+  RingHalo* keep = nullptr;
+};
+struct RingBackward {
+  Ring* ring = nullptr;
+  ConstTensorView q{}, k{}, v{}, out{}, lse{}, dout{};
+  TensorView dq{}, dk{}, dv{};
+  Call call{};
+  const RingHalo* kept = nullptr;
 };
 
 }  // namespace longspan

@@ -211,6 +211,7 @@ nb::dict describe(const RingReport& report) {
   result["waited_seconds"] = report.waited_seconds;
   result["overlapped_seconds"] = report.overlapped_seconds;
   result["total_seconds"] = report.total_seconds;
+  result["late_error"] = report.late_error;
   return result;
 }
 
@@ -277,6 +278,82 @@ void backward(Ring& ring, nb::handle q, nb::handle k, nb::handle v, nb::handle o
   data.signals.run([&] {
     ring.backward(q_view, k_view, v_view, out_view, lse_view, dout_view, dq_view, dk_view, dv_view, data.call, kept);
   });
+}
+
+/// The rows of a rank with one range.
+template <class View>
+View rows_of(const Ring& ring, View view) {
+  const std::span<const RowRange> ranges = ring.shards().ranges(ring.rank());
+  const RowRange range = ranges.empty() ? RowRange{} : ranges[0];
+  view.data = static_cast<char*>(const_cast<void*>(static_cast<const void*>(view.data))) +
+              range.start * view.strides[1] * size_of(view.dtype);
+  view.sizes[1] = range.count;
+  return view;
+}
+
+/// The calls of local ranks on their rows of whole tensors: run(calls) says whether it could.
+template <class RankCall, class Fill, class Run>
+bool run_together(const std::vector<Ring*>& rings, CallData& data, Fill&& fill, Run&& run) {
+  std::vector<RankCall> calls;
+  for (std::size_t rank = 0; rank < rings.size(); ++rank) {
+    if (rings[rank]->shards().ranges(rings[rank]->rank()).size() > 1) return false;
+    RankCall& call = calls.emplace_back();
+    call.ring = rings[rank];
+    call.call = data.call;
+    fill(call, rank);
+  }
+  bool done = false;
+  data.signals.run([&] { done = run(calls); });
+  return done;
+}
+
+bool forward_together(const std::vector<Ring*>& rings, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
+                      nb::handle lse, nb::handle key_mask, std::uint64_t seed, std::uint64_t stream,
+                      const std::vector<RingHalo*>& keep) {
+  CallData data(nb::none(), key_mask, nb::none(), seed, stream, nb::none());
+  RingForward whole;
+  whole.q = data.arrays.input(q, "q", Role::bnhd);
+  whole.k = data.arrays.input(k, "k", Role::bnhd);
+  whole.v = data.arrays.input(v, "v", Role::bnhd);
+  whole.out = data.arrays.output(out, "out", Role::bnhd);
+  whole.lse = data.arrays.output(lse, "lse", Role::lse);
+  return run_together<RingForward>(
+      rings, data,
+      [&](RingForward& call, std::size_t rank) {
+        for (const auto view : {&RingForward::q, &RingForward::k, &RingForward::v})
+          call.*view = rows_of(*call.ring, whole.*view);
+        for (const auto view : {&RingForward::out, &RingForward::lse}) call.*view = rows_of(*call.ring, whole.*view);
+        call.keep = keep.empty() ? nullptr : keep[rank];
+      },
+      Ring::forward_together);
+}
+
+bool backward_together(const std::vector<Ring*>& rings, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
+                       nb::handle lse, nb::handle dout, nb::handle dq, nb::handle dk, nb::handle dv,
+                       nb::handle key_mask, std::uint64_t seed, std::uint64_t stream,
+                       const std::vector<RingHalo*>& kept) {
+  CallData data(nb::none(), key_mask, nb::none(), seed, stream, nb::none());
+  RingBackward whole;
+  whole.q = data.arrays.input(q, "q", Role::bnhd);
+  whole.k = data.arrays.input(k, "k", Role::bnhd);
+  whole.v = data.arrays.input(v, "v", Role::bnhd);
+  whole.out = data.arrays.input(out, "out", Role::bnhd);
+  whole.lse = data.arrays.input(lse, "lse", Role::lse);
+  whole.dout = data.arrays.input(dout, "dout", Role::bnhd);
+  whole.dq = data.arrays.output(dq, "dq", Role::bnhd);
+  whole.dk = data.arrays.output(dk, "dk", Role::bnhd);
+  whole.dv = data.arrays.output(dv, "dv", Role::bnhd);
+  return run_together<RingBackward>(
+      rings, data,
+      [&](RingBackward& call, std::size_t rank) {
+        for (const auto view : {&RingBackward::q, &RingBackward::k, &RingBackward::v, &RingBackward::out,
+                                &RingBackward::lse, &RingBackward::dout})
+          call.*view = rows_of(*call.ring, whole.*view);
+        for (const auto view : {&RingBackward::dq, &RingBackward::dk, &RingBackward::dv})
+          call.*view = rows_of(*call.ring, whole.*view);
+        call.kept = kept.empty() ? nullptr : kept[rank];
+      },
+      Ring::backward_together);
 }
 
 }  // namespace
@@ -366,12 +443,24 @@ void bind_ring(nb::module_& module) {
       .def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a, "dlse"_a.none(), "dq"_a, "dk"_a,
            "dv"_a, "lengths"_a = nb::none(), "key_mask"_a = nb::none(), "alibi_slopes"_a = nb::none(), "seed"_a = 0,
            "stream"_a = 0, "kept"_a = nb::none(), "stop"_a = nb::none(), "Fills dq, dk and dv.")
+      .def(
+          "check",
+          [](Ring& ring, double deadline) {
+            const nb::gil_scoped_release unlocked;
+            ring.check(milliseconds(deadline));
+          },
+          "deadline"_a = 60.0, "Waits for the GPU and raises CommError where messages of earlier calls arrived wrong.")
       .def_prop_ro("rank", &Ring::rank)
       .def(
           "report", [](const Ring& ring) { return describe(ring.report()); },
-          nb::sig("def report(self) -> dict[str, float]"), "What the last call did.");
+          nb::sig("def report(self) -> dict[str, typing.Any]"), "What the last call did.");
   bind_unpicklable(bound, "a Ring has a communicator, which belongs to its process: pickle its attention and shards");
   bind_refusal(bound, "Ring");
+  module.def("ring_forward_together", &forward_together, "rings"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a,
+             "key_mask"_a.none(), "seed"_a, "stream"_a, "keep"_a,
+             "Ring.forward of all ranks of a local ring on a GPU; False, with nothing done, where they need threads.");
+  module.def("ring_backward_together", &backward_together, "rings"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a,
+             "dq"_a, "dk"_a, "dv"_a, "key_mask"_a.none(), "seed"_a, "stream"_a, "kept"_a, "The same of Ring.backward.");
 }
 
 }  // namespace longspan::python

@@ -54,22 +54,6 @@ RowsByNeed split(const ExchangePlan& exchange, std::span<const RowRange> ranges)
   return {rows_at(local, ranges), rows_at(rows_without(ranges, local), ranges)};
 }
 
-/// What each branch can do without remote rows, and what is left. Where branches are mixed, a row goes through them in
-/// order, so a branch has to leave a row for later once one before it has.
-struct WindowsByNeed {
-  std::vector<RowRanges> local, remote;  // positions, by branch
-};
-WindowsByNeed split_windows(const Plan& plan, const ExchangePlan& exchange, std::span<const RowRange> ranges) {
-  WindowsByNeed windows;
-  RowRanges before(ranges.begin(), ranges.end());
-  for (const RowRanges& of_branch : exchange.local_ranges()) {
-    windows.local.push_back(common_rows(before, of_branch));
-    windows.remote.push_back(rows_without(ranges, windows.local.back()));
-    if (plan.merges_branches()) before = windows.local.back();
-  }
-  return windows;
-}
-
 /// The caller's progress hook as a stretch of it, and messages that move meanwhile.
 class WorkProgress {
  public:
@@ -141,11 +125,7 @@ void check_kept(const RingPlan& plan, const Problem& problem, std::span<const Me
       std::all_of(halo.begin(), halo.end(), [&](const MessageBuffer& message) {
         return message.bytes() == peer_of(exchange, message.peer()).receive_pairs * exchange.bytes_per_pair();
       });
-  if (!same) {
-    reject(
-        "kept",
-        "the halo was kept by a forward of another problem: pass the one of these inputs, or none to fetch it again");
-  }
+  if (!same) reject("kept", kOtherHalo);
 }
 
 /// The received rows as pieces behind the own ones.
@@ -202,7 +182,8 @@ void Ring::State::halo_forward(const RingPlan& plan, const MessageRules& rules, 
     add_halo_pieces(pieces, exchange, messages.receives, {}, t.k);
     if (!rows.remote.empty()) clock.working("rows with remote keys", [&] { attend(rows.remote, nullptr); });
   }
-  if (keep) keep->data_ = std::make_shared<RingHalo::Data>(RingHalo::Data{plan.problem, std::move(messages.receives)});
+  if (keep)
+    keep->data_ = std::make_shared<RingHalo::Data>(RingHalo::Data{plan.problem, std::move(messages.receives), nullptr});
 }
 
 void Ring::State::halo_backward(const RingPlan& plan, const MessageRules& rules, RingClock& clock,

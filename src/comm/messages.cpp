@@ -16,8 +16,6 @@
 namespace longspan {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x4C4F4E475350414Eu;  // "LONGSPAN"
-
 [[noreturn]] void disagree(int rank, std::string_view what) { raise<CommError>("rank {} {}", rank, what); }
 
 /// The sender adds the sum of a message on a GPU to its header, the receiver takes it away again: nothing is left.
@@ -143,7 +141,7 @@ MessageStep::~MessageStep() {
 void MessageStep::seal(std::span<const MessageBuffer> sends) const {
   const MessageMemory& memory = rules_.memory;
   for (const MessageBuffer& send : sends) {
-    send.header() = {kMagic, rules_.digest, step_, communicator_.rank(), send.peer(), send.size(), 0, {}};
+    send.header() = {kMessageMagic, rules_.digest, step_, communicator_.rank(), send.peer(), send.size(), 0, {}};
     if (send.travels_on_gpu()) {
       gpu::copy(send.data(), &send.header(), sizeof(MessageHeader), memory.device.index, memory.stream);
       if (rules_.checksums) sum_up(send, false, memory.stream);
@@ -160,19 +158,30 @@ void MessageStep::seal(std::span<const MessageBuffer> sends) const {
   }
 }
 
-void MessageStep::begin(std::span<const MessageBuffer> sends, std::span<const MessageBuffer> receives) {
+void MessageStep::settle() {
+  guarded([&] { communicator_.settle(Clock::now() + rules_.deadline); });
+}
+
+void MessageStep::begin(std::span<const MessageBuffer> sends, std::span<const MessageBuffer> receives,
+                        std::span<const void*> lent) {
   deadline_ = Clock::now() + rules_.deadline;
   sends_ = sends;
   receives_ = receives;
   std::vector<SendBuffer> to;
   std::vector<ReceiveBuffer> from;
-  for (const MessageBuffer& send : sends) to.push_back({send.peer(), send.data(), send.whole_size(), send.device()});
+  const bool in_order = rules_.in_order;
+  void* const stream = rules_.memory.stream;
+  to.reserve(sends.size());
+  from.reserve(receives.size());
+  for (const MessageBuffer& send : sends)
+    to.push_back({send.peer(), send.data(), send.whole_size(), send.device(), in_order, stream});
   for (const MessageBuffer& receive : receives) {
-    receive.header() = {};
-    from.push_back({receive.peer(), receive.data(), receive.whole_size(), receive.device()});
+    if (!in_order) receive.header() = {};
+    from.push_back({receive.peer(), receive.data(), receive.whole_size(), receive.device(), in_order, stream,
+                    lent.empty() ? nullptr : &lent[from.size()]});
   }
   guarded([&] {
-    seal(sends);
+    if (!in_order) seal(sends);
     communicator_.begin(to, from);
   });
   active_ = true;
@@ -210,6 +219,7 @@ void MessageStep::finish() {
       const SeatLeft left;
       wait();
     }
+    if (rules_.in_order) return;
     open(receives_);
     const std::vector<std::uint64_t> sums =
         rules_.checksums ? checksums(receives_) : std::vector<std::uint64_t>(receives_.size());
@@ -217,13 +227,9 @@ void MessageStep::finish() {
       const MessageBuffer& receive = receives_[i];
       const MessageHeader& header = receive.header();
       const int peer = receive.peer();
-      if (header.magic != kMagic || header.source != peer || header.target != communicator_.rank())
+      if (header.magic != kMessageMagic || header.source != peer || header.target != communicator_.rank())
         disagree(peer, "sent something that is no message");
-      if (header.digest != rules_.digest) {
-        disagree(peer,
-                 "computes something else: pattern, shapes, dtype, device, options, call data and shards must be the "
-                 "same on all ranks");
-      }
+      if (header.digest != rules_.digest) disagree(peer, kComputesSomethingElse);
       if (header.step != step_) disagree(peer, fmt::format("is at step {}", header.step));
       if (header.bytes != receive.size())
         disagree(peer, fmt::format("sent {} bytes, {} were expected", header.bytes, receive.bytes()));

@@ -15,6 +15,11 @@
 
 namespace longspan {
 
+inline constexpr std::uint64_t kMessageMagic = 0x4C4F4E475350414Eu;  // "LONGSPAN"
+inline constexpr const char* kComputesSomethingElse =
+    "computes something else: pattern, shapes, dtype, device, options, call data and shards must be the same on all "
+    "ranks";
+
 /// First bytes of every message. Ranks that exchange rows see here that they compute the same thing.
 struct MessageHeader {
   std::uint64_t magic = 0;
@@ -91,6 +96,7 @@ struct MessageRules {
   bool checksums = true;
   std::chrono::nanoseconds deadline{};
   MessageMemory memory;
+  bool in_order = false;  // messages move in the order of the stream, and others write and read their headers
 };
 
 /// What rings keep of a communicator until it ends. Rings that share it go on from one another's steps.
@@ -111,8 +117,14 @@ class MessageStep {
   MessageStep(const MessageStep&) = delete;
   MessageStep& operator=(const MessageStep&) = delete;
 
+  /// Index of this exchange among those of the communicator, which all ranks count alike.
+  std::uint64_t step() const { return step_; }
+  /// Until buffers that were sent earlier in the order of a stream may be written.
+  void settle();
   /// Writes headers and starts. Both lists stay where they are until finish(); the deadline counts from here.
-  void begin(std::span<const MessageBuffer> sends, std::span<const MessageBuffer> receives);
+  /// `lent`: see ReceiveBuffer; one for each receive, or none.
+  void begin(std::span<const MessageBuffer> sends, std::span<const MessageBuffer> receives,
+             std::span<const void*> lent = {});
   /// Lets messages move while the rank computes.
   void progress();
   /// Waits and checks every header.

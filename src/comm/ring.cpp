@@ -2,6 +2,7 @@
 #include "longspan/ring.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "comm/ring_state.h"
 #include "longspan/version.h"
@@ -13,6 +14,21 @@ namespace longspan {
 namespace {
 
 constexpr std::size_t kPlansKept = 8;
+
+/// Whether TMA and 16 bytes at a time reach every row; kernels for pieces take all others.
+bool in_lines(std::initializer_list<ConstTensorView> tensors) {
+  constexpr std::int64_t kLine = 16;
+  return std::all_of(tensors.begin(), tensors.end(), [](const ConstTensorView& view) {
+    if (view.batch() * view.rows() == 0) return true;
+    bool fits = reinterpret_cast<std::uintptr_t>(view.data) % kLine == 0;
+    for (std::size_t d = 0; d < 3; ++d)
+      fits =
+          fits && (view.sizes[d] <= 1 || (view.strides[d] > 0 && view.strides[d] * size_of(view.dtype) % kLine == 0));
+    return fits;
+  });
+}
+
+bool has_greeted(const Communicator& communicator) { return steps_of(communicator).greeted; }
 
 /// The problem of the whole sequence, as one device would pose it.
 Problem whole_problem(const ConstTensorView& q, const ConstTensorView& k, const Call& call, std::int64_t tokens) {
@@ -44,7 +60,10 @@ class RingCallReport {
 
 }  // namespace
 
-std::int64_t RingHalo::bytes() const { return data_ ? total_bytes(data_->messages) : 0; }
+std::int64_t RingHalo::bytes() const {
+  if (!data_) return 0;
+  return data_->packed ? data_->packed->bytes() : total_bytes(data_->messages);
+}
 
 Ring::Ring(Attention attention, std::shared_ptr<Communicator> communicator, Shards shards, RingOptions options)
     : state_(std::make_unique<State>(
@@ -67,7 +86,13 @@ Ring::~Ring() = default;
 
 int Ring::rank() const { return state_->rank; }
 const Shards& Ring::shards() const { return state_->shards; }
-const RingReport& Ring::report() const { return state_->report; }
+const RingReport& Ring::report() const {
+  state_->report.late_error.clear();
+  for (const auto& plan : state_->plans) {
+    if (plan->packed && state_->report.late_error.empty()) state_->report.late_error = plan->packed->late_error(false);
+  }
+  return state_->report;
+}
 
 std::shared_ptr<const Plan> Ring::plan(const ConstTensorView& q, const ConstTensorView& k, const Call& call) const {
   return state_->attention.plan(whole_problem(q, k, call, state_->shards.tokens()));
@@ -83,6 +108,13 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
     std::rotate(found, found + 1, plans.end());
     return plans.back();
   }
+  auto made = make_plan(whole);
+  if (plans.size() == kPlansKept) plans.erase(plans.begin());
+  plans.push_back(made);
+  return made;
+}
+
+std::shared_ptr<RingPlan> Ring::State::make_plan(const Problem& whole) const {
   auto made = std::make_shared<RingPlan>();
   made->problem = whole;
   made->plan = attention.plan(whole);
@@ -118,27 +150,49 @@ std::shared_ptr<const RingPlan> Ring::State::plan(const Problem& whole) {
   } else {
     made->exchange = of_rank(rank);
   }
-  if (plans.size() == kPlansKept) plans.erase(plans.begin());
-  plans.push_back(made);
+  made->digest = digest_of(*made);
+  const bool on_gpu = whole.device.type == DeviceType::cuda;
+  if (on_gpu && shards.ranks() > 1 && options.halo_limit_bytes == 0) {
+    Problem share = whole;
+    share.query_rows = shards.rows(rank);
+    share.is_share = true;
+    made->packed = PackedExchange::make(attention, *made, share, communicator);
+  }
   return made;
 }
 
-MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pass, bool fetch) const {
+std::uint64_t Ring::State::digest_of(const RingPlan& plan) const {
   const Problem& problem = plan.problem;
   const Options& chosen = attention.options();
   Hasher hasher;
   hasher.add(std::string_view(version()));
   hasher.add(std::string_view(attention.pattern().to_string()));
   hasher.add(std::string_view(chosen.kernel));
-  for (const bool flag : {chosen.causal, chosen.detached_mix, chosen.deterministic, chosen.allow_tf32,
-                          problem.has_lengths, problem.has_key_mask, problem.has_alibi, options.checksums,
-                          call.dlse.given(), pass == Pass::backward, fetch, problem.device.type == DeviceType::cuda})
+  for (const bool flag :
+       {chosen.causal, chosen.detached_mix, chosen.deterministic, chosen.allow_tf32, problem.has_lengths,
+        problem.has_key_mask, problem.has_alibi, options.checksums, problem.device.type == DeviceType::cuda})
     hasher.add(flag);
   for (const double factor : {plan.plan->scale(), plan.plan->output_scale(), chosen.dropout}) hasher.add(factor);
   for (const std::int64_t number :
        {static_cast<std::int64_t>(problem.dtype), problem.batch, problem.tokens, problem.heads, problem.kv_heads,
         problem.head_dim, static_cast<std::int64_t>(options.halo_limit_bytes)})
     hasher.add(number);
+  for (int one = 0; one < shards.ranks(); ++one) {
+    hasher.add(shards.ranges(one).size());
+    for (const RowRange& range : shards.ranges(one)) {
+      hasher.add(range.start);
+      hasher.add(range.count);
+    }
+  }
+  return hasher.value();
+}
+
+MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pass, bool fetch) const {
+  const Problem& problem = plan.problem;
+  const Options& chosen = attention.options();
+  Hasher hasher;
+  hasher.add(plan.digest);
+  for (const bool flag : {call.dlse.given(), pass == Pass::backward, fetch}) hasher.add(flag);
   ConstTensorView seed = ConstTensorView::per_batch(call.dropout_seed_pointer, DType::i64, 1, problem.device);
   const OnHost lengths(call.lengths, call.stream), slopes(call.alibi_slopes, call.stream),
       mask(call.key_mask, call.stream), seed_there(chosen.dropout > 0 ? seed : ConstTensorView{}, call.stream);
@@ -156,17 +210,19 @@ MessageRules Ring::State::rules(const RingPlan& plan, const Call& call, Pass pas
       for (std::int64_t row = 0; row < problem.tokens; ++row) hasher.add(key_allowed(mask.view(), entry, row));
     }
   }
-  for (int one = 0; one < shards.ranks(); ++one) {
-    hasher.add(shards.ranges(one).size());
-    for (const RowRange& range : shards.ranges(one)) {
-      hasher.add(range.start);
-      hasher.add(range.count);
-    }
-  }
   MessageMemory memory;
   if (problem.device.type == DeviceType::cuda)
     memory = {problem.device, call.stream, !communicator->takes(problem.device)};
   return {hasher.value(), options.checksums, options.deadline, memory};
+}
+
+void Ring::State::greet(const RingPlan& plan, const Call& call, Pass pass, bool fetch) {
+  if (has_greeted(*communicator)) return;
+  const MessageRules compared = rules(plan, call, pass, fetch);
+  RingClock clock(report, compared.memory);
+  clock.waiting("compare ranks", [&] {
+    MessageStep::greet(*communicator, compared, pass == Pass::forward ? "ring forward" : "ring backward");
+  });
 }
 
 void Ring::State::check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
@@ -196,22 +252,108 @@ void Ring::State::check_shard(const ForwardTensors& t, const Call& call) const {
   check_forward(of_sequence(t), ranged);
 }
 
+void Ring::State::raise_late_errors() {
+  for (const auto& plan : plans) {
+    const std::string text = plan->packed ? plan->packed->late_error(true) : std::string();
+    if (text.empty()) continue;
+    communicator->fail(text);
+    throw CommError(text);
+  }
+}
+
+void Ring::check(std::chrono::milliseconds deadline) {
+  const auto end = std::chrono::steady_clock::now() + deadline;
+  for (const auto& plan : state_->plans) {
+    if (!plan->packed) continue;
+    while (plan->packed->busy()) {
+      if (std::chrono::steady_clock::now() >= end)
+        raise<CommError>("rank {} was not done on {} within {} ms", rank(), to_string(plan->problem.device),
+                         deadline.count());
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+  state_->raise_late_errors();
+}
+
+/// One rank's call over packed strands, phase by phase.
+class Ring::PackedRun {
+ public:
+  /// Checks everything. `tensors` of a forward, or of a backward.
+  template <class Tensors>
+  PackedRun(State& state, std::shared_ptr<const RingPlan> plan, Pass pass, const Tensors& tensors, const Call& call,
+            RingHalo* keep, const RingHalo* kept)
+      : reported_(state.report, call),
+        plan_(std::move(plan)),
+        rules_(in_order(state.rules(*plan_, call, pass, !kept || kept->empty()), *state.communicator)),
+        clock_(state.report, rules_.memory),
+        keep_(keep) {
+    const PackedExchange::Context context{rules_, state.report, clock_, state.ranges(), reported_.call};
+    if constexpr (std::is_same_v<Tensors, ForwardTensors>) {
+      call_ = plan_->packed->forward(context, tensors, keep ? &rows_ : nullptr);
+    } else {
+      if (kept && !kept->empty() && (!kept->data_->packed || !(kept->data_->problem == plan_->problem)))
+        reject("kept", kOtherHalo);
+      call_ = plan_->packed->backward(context, tensors, kept && !kept->empty() ? kept->data_->packed : nullptr);
+    }
+  }
+  int phases() const { return call_->phases(); }
+  void phase(int index) {
+    call_->phase(index);
+    if (index + 1 == phases() && keep_)
+      keep_->data_ = std::make_shared<RingHalo::Data>(RingHalo::Data{plan_->problem, {}, rows_});
+  }
+
+ private:
+  static MessageRules in_order(MessageRules rules, const Communicator& communicator) {
+    rules.in_order = communicator.in_stream_order();
+    return rules;
+  }
+  const RingCallReport reported_;
+  const std::shared_ptr<const RingPlan> plan_;
+  const MessageRules rules_;
+  RingClock clock_;
+  RingHalo* const keep_;
+  std::shared_ptr<KeptStrands> rows_;
+  std::unique_ptr<PackedCall> call_;
+};
+
+void Ring::State::check_tensors(const ForwardTensors& t, const Call& call) const {
+  check_call(t.q, t.k, t.v, call);
+  if (shards.ranks() > 1) check_shard(t, call);
+}
+
+void Ring::State::check_tensors(const BackwardTensors& t, const Call& call) const {
+  check_call(t.q, t.k, t.v, call);
+  if (shards.ranks() == 1) return;
+  // As a call on the shard alone, whose dk and dv have k's rows; then what speaks of the whole sequence.
+  Call shard_call = call;
+  shard_call.lengths = shard_call.key_mask = {};
+  check_backward(attention.options(), t, shard_call);
+  check_shard({t.q, t.k, t.v, t.dq, {}}, call);
+}
+
 void Ring::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& out,
                    const TensorView& lse, const Call& call, RingHalo* keep) {
   State& state = *state_;
   if (keep) keep->clear();
-  state.check_call(q, k, v, call);
-  const RingCallReport reported(state.report, call);
+  const ForwardTensors tensors{q, k, v, out, lse};
+  state.check_tensors(tensors, call);
   if (state.shards.ranks() == 1) {
+    const RingCallReport reported(state.report, call);
     const RingClock clock(state.report);
     return state.attention.forward(q, k, v, out, lse, reported.call);
   }
-  const ForwardTensors tensors{q, k, v, out, lse};
-  state.check_shard(tensors, call);
+  state.raise_late_errors();
   const auto plan = state.plan(whole_problem(q, k, call, state.shards.tokens()));
+  state.greet(*plan, call, Pass::forward, true);
+  if (plan->packed && in_lines({q, k, v, out})) {
+    PackedRun run(state, plan, Pass::forward, tensors, call, keep, nullptr);
+    for (int i = 0; i < run.phases(); ++i) run.phase(i);
+    return;
+  }
+  const RingCallReport reported(state.report, call);
   const MessageRules rules = state.rules(*plan, call, Pass::forward, true);
   RingClock clock(state.report, rules.memory);
-  clock.waiting("compare ranks", [&] { MessageStep::greet(*state.communicator, rules, "ring forward"); });
   if (plan->rounds(Pass::forward)) state.rounds_forward(*plan, rules, clock, tensors, reported.call);
   else state.halo_forward(*plan, rules, clock, tensors, reported.call, plan->rounds(Pass::backward) ? nullptr : keep);
 }
@@ -221,24 +363,74 @@ void Ring::backward(const ConstTensorView& q, const ConstTensorView& k, const Co
                     const TensorView& dq, const TensorView& dk, const TensorView& dv, const Call& call,
                     const RingHalo* kept) {
   State& state = *state_;
-  state.check_call(q, k, v, call);
-  const RingCallReport reported(state.report, call);
+  const BackwardTensors tensors{q, k, v, out, lse, dout, dq, dk, dv};
+  state.check_tensors(tensors, call);
   if (state.shards.ranks() == 1) {
+    const RingCallReport reported(state.report, call);
     const RingClock clock(state.report);
     return state.attention.backward(q, k, v, out, lse, dout, dq, dk, dv, reported.call);
   }
-  // Checked as a call on the shard alone, whose dk and dv have k's rows; then what speaks of the whole sequence.
-  Call shard_call = call;
-  shard_call.lengths = shard_call.key_mask = {};
-  const BackwardTensors tensors{q, k, v, out, lse, dout, dq, dk, dv};
-  check_backward(state.attention.options(), tensors, shard_call);
-  state.check_shard({q, k, v, dq, {}}, call);
+  state.raise_late_errors();
   const auto plan = state.plan(whole_problem(q, k, call, state.shards.tokens()));
-  const MessageRules rules = state.rules(*plan, call, Pass::backward, !kept || kept->empty());
+  const bool fetch = !kept || kept->empty();
+  state.greet(*plan, call, Pass::backward, fetch);
+  const bool kept_packed = !fetch && kept->data_->packed;
+  const bool packs = plan->packed && (fetch || kept_packed) && in_lines({q, k, v, out, dout, dq, dk, dv});
+  if (kept_packed && !packs)
+    throw Unsupported(
+        "backward of a forward that kept packed strands: give tensors whose rows are aligned to 16 bytes and do not "
+        "repeat, as dout may; or no halo");
+  if (packs) {
+    PackedRun run(state, plan, Pass::backward, tensors, call, nullptr, kept);
+    for (int i = 0; i < run.phases(); ++i) run.phase(i);
+    return;
+  }
+  const RingCallReport reported(state.report, call);
+  const MessageRules rules = state.rules(*plan, call, Pass::backward, fetch);
   RingClock clock(state.report, rules.memory);
-  clock.waiting("compare ranks", [&] { MessageStep::greet(*state.communicator, rules, "ring backward"); });
   if (plan->rounds(Pass::backward)) state.rounds_backward(*plan, rules, clock, tensors, reported.call);
   else state.halo_backward(*plan, rules, clock, tensors, reported.call, kept);
 }
+
+/// Runs the calls of all ranks phase by phase. False, with nothing done, where one cannot.
+template <class RankCall>
+bool Ring::run_together(std::span<const RankCall> calls) {
+  std::vector<std::shared_ptr<const RingPlan>> plans;
+  for (const RankCall& one : calls) {
+    State& state = *one.ring->state_;
+    if (state.shards.ranks() != static_cast<int>(calls.size()) || !state.communicator ||
+        !state.communicator->in_stream_order() || !has_greeted(*state.communicator))
+      return false;
+    state.raise_late_errors();
+    plans.push_back(state.plan(whole_problem(one.q, one.k, one.call, state.shards.tokens())));
+    if (!plans.back()->packed || !in_lines({one.q, one.k, one.v, one.out})) return false;
+    if constexpr (std::is_same_v<RankCall, RingBackward>)
+      if (!in_lines({one.dout, one.dq, one.dk, one.dv})) return false;
+  }
+  std::vector<std::unique_ptr<PackedRun>> runs;
+  for (std::size_t rank = 0; rank < calls.size(); ++rank) {
+    const RankCall& one = calls[rank];
+    State& state = *one.ring->state_;
+    if constexpr (std::is_same_v<RankCall, RingForward>) {
+      if (one.keep) one.keep->clear();
+      const ForwardTensors tensors{one.q, one.k, one.v, one.out, one.lse};
+      state.check_tensors(tensors, one.call);
+      runs.push_back(
+          std::make_unique<PackedRun>(state, plans[rank], Pass::forward, tensors, one.call, one.keep, nullptr));
+    } else {
+      const BackwardTensors tensors{one.q, one.k, one.v, one.out, one.lse, one.dout, one.dq, one.dk, one.dv};
+      state.check_tensors(tensors, one.call);
+      runs.push_back(
+          std::make_unique<PackedRun>(state, plans[rank], Pass::backward, tensors, one.call, nullptr, one.kept));
+    }
+  }
+  for (int i = 0; i < runs[0]->phases(); ++i) {
+    for (const auto& run : runs) run->phase(i);
+  }
+  return true;
+}
+
+bool Ring::forward_together(std::span<const RingForward> ranks) { return !ranks.empty() && run_together(ranks); }
+bool Ring::backward_together(std::span<const RingBackward> ranks) { return !ranks.empty() && run_together(ranks); }
 
 }  // namespace longspan

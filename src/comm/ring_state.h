@@ -7,8 +7,10 @@
 
 #include "attention/run.h"
 #include "comm/messages.h"
+#include "comm/packed.h"
 #include "comm/shard_rows.h"
 #include "longspan/ring.h"
+#include "plan/row_ranges.h"
 #include "util/parallel.h"
 
 namespace longspan {
@@ -78,6 +80,22 @@ struct Messages {
   }
 };
 
+/// What each branch can do without remote rows, and what is left. Where branches are mixed, a row goes through them in
+/// order, so a branch has to leave a row for later once one before it has.
+struct WindowsByNeed {
+  std::vector<RowRanges> local, remote;  // positions, by branch
+};
+inline WindowsByNeed split_windows(const Plan& plan, const ExchangePlan& exchange, std::span<const RowRange> ranges) {
+  WindowsByNeed windows;
+  RowRanges before(ranges.begin(), ranges.end());
+  for (const RowRanges& of_branch : exchange.local_ranges()) {
+    windows.local.push_back(common_rows(before, of_branch));
+    windows.remote.push_back(rows_without(ranges, windows.local.back()));
+    if (plan.merges_branches()) before = windows.local.back();
+  }
+  return windows;
+}
+
 /// The call on this rank's rows, with the shard as query ranges.
 inline Call with_ranges(const Call& call, std::span<const RowRange> ranges) {
   static constexpr RowRange kNone{};
@@ -89,7 +107,11 @@ inline Call with_ranges(const Call& call, std::span<const RowRange> ranges) {
 struct RingHalo::Data {
   Problem problem;
   std::vector<MessageBuffer> messages;  // one for each peer that something was received from, in plan order
+  std::shared_ptr<KeptStrands> packed;  // or these
 };
+
+inline constexpr const char* kOtherHalo =
+    "the halo was kept by a forward of another problem: pass the one of these inputs, or none to fetch it again";
 
 /// Everything a rank knows about a problem over its shards.
 struct RingPlan {
@@ -98,6 +120,8 @@ struct RingPlan {
   std::shared_ptr<const ExchangePlan> exchange;
   std::vector<std::shared_ptr<const ExchangePlan>> all;  // of every rank, where rounds are needed
   bool in_rounds[2] = {false, false};                    // by pass
+  std::uint64_t digest = 0;                              // of all that calls do not change
+  std::shared_ptr<PackedExchange> packed;                // null: keys come in pieces
 
   bool rounds(Pass pass) const { return in_rounds[static_cast<int>(pass)]; }
 };
@@ -112,6 +136,14 @@ struct Ring::State {
   std::vector<std::shared_ptr<const RingPlan>> plans;  // of recent problems, newest last
 
   std::shared_ptr<const RingPlan> plan(const Problem& whole);
+  std::shared_ptr<RingPlan> make_plan(const Problem& whole) const;
+  std::uint64_t digest_of(const RingPlan& plan) const;
+  /// Throws CommError where the device has found since that something arrived wrong.
+  void raise_late_errors();
+  /// The first call on a communicator: ranks compare what they compute.
+  void greet(const RingPlan& plan, const Call& call, Pass pass, bool fetch);
+  void check_tensors(const ForwardTensors& t, const Call& call) const;
+  void check_tensors(const BackwardTensors& t, const Call& call) const;
   /// `fetch`: a backward that exchanges rows again.
   MessageRules rules(const RingPlan& plan, const Call& call, Pass pass, bool fetch) const;
   void check_call(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const Call& call) const;

@@ -13,6 +13,8 @@
 #include "device/scratch.h"
 #include "longspan/attention.h"
 #include "longspan/exchange.h"
+#include "plan/exchange_runs.h"
+#include "plan/row_ranges.h"
 
 namespace longspan {
 
@@ -33,28 +35,21 @@ inline ConstTensorView shape_only(ConstTensorView view, std::int64_t tokens) {
   return view;
 }
 
-/// The row of a shard that holds a position.
-inline std::int64_t row_of(std::span<const RowRange> ranges, std::int64_t position) {
-  std::int64_t row = 0;
-  for (const RowRange& range : ranges) {
-    if (position < range.start + range.count) return row + position - range.start;
-    row += range.count;
-  }
-  return row;
-}
-
 /// Rows of K and V, or of their gradients.
 struct RunRows {
   TensorView k, v;
 };
-/// Where a run lies in a message: K, then V, each [batch, count, kv_heads, columns], in the batch and columns of `k`.
-inline RunRows rows_of_run(std::byte* payload, const ExchangeRun& run, const ConstTensorView& k, DType dtype) {
-  const std::int64_t row_bytes = k.batch() * k.columns() * size_of(dtype);
+/// Where a run lies in a message of `pairs`: [batch, count, kv_heads, columns] of K [batch, pairs] and of V behind it,
+/// in the batch and columns of `k`.
+inline RunRows rows_of_run(std::byte* payload, std::int64_t pairs, const ExchangeRun& run, const ConstTensorView& k,
+                           DType dtype) {
   const auto rows = [&](std::int64_t first) {
-    return TensorView::bnhd(payload + first * row_bytes, dtype, k.batch(), run.count, run.kv_heads, k.columns(),
-                            k.device);
+    TensorView view = TensorView::bnhd(payload + (first + run.offset) * k.columns() * size_of(dtype), dtype, k.batch(),
+                                       run.count, run.kv_heads, k.columns(), k.device);
+    view.strides[0] = pairs * k.columns();
+    return view;
   };
-  return {rows(2 * run.offset), rows(2 * run.offset + run.pairs())};
+  return {rows(0), rows(k.batch() * pairs)};
 }
 
 /// All rows of a message of `pairs` pairs, one behind the other.
@@ -72,6 +67,7 @@ struct PackedRows {
 struct PackedRow {
   const MessageBuffer& message;
   const ExchangeRun& run;
+  std::int64_t pairs;  // of the message
   std::int64_t entry, row, shard_row;
 };
 
@@ -85,12 +81,15 @@ void for_each_packed_row(std::span<const PackedRows> all, std::span<const RowRan
     std::int64_t end;
     const MessageBuffer* message;
     const ExchangeRun* run;
+    std::int64_t pairs;
   };
   std::vector<RunItems> list;
   std::int64_t items = 0, bytes = 0;
   for (const PackedRows& rows : all) {
     bytes += rows.message.bytes();
-    for (const ExchangeRun& run : rows.runs) list.push_back({items += batch * blocks_of(run), &rows.message, &run});
+    const std::int64_t pairs = pairs_of(rows.runs);
+    for (const ExchangeRun& run : rows.runs)
+      list.push_back({items += batch * blocks_of(run), &rows.message, &run, pairs});
   }
   parallel_for(threads_for_bytes(bytes), items, {}, [&](int, std::int64_t item) {
     const auto found = std::upper_bound(list.begin(), list.end(), item,
@@ -99,7 +98,8 @@ void for_each_packed_row(std::span<const PackedRows> all, std::span<const RowRan
     if (found != list.begin()) item -= std::prev(found)->end;
     const std::int64_t blocks = blocks_of(run), begin = item % blocks * kRowsAtOnce;
     for (std::int64_t row = begin; row < std::min(begin + kRowsAtOnce, run.count); ++row)
-      body(PackedRow{*found->message, run, item / blocks, row, row_of(ranges, run.first + row * run.step)});
+      body(PackedRow{*found->message, run, found->pairs, item / blocks, row,
+                     row_of(ranges, run.first + row * run.step)});
   });
 }
 
@@ -112,7 +112,7 @@ inline void pack(std::span<const PackedRows> all, std::span<const RowRange> rang
     return;
   }
   for_each_packed_row(all, ranges, k.batch(), [&](const PackedRow& at) {
-    const RunRows targets = rows_of_run(at.message.payload(), at.run, k, k.dtype);
+    const RunRows targets = rows_of_run(at.message.payload(), at.pairs, at.run, k, k.dtype);
     for (const auto& [view, target] : {std::pair(&k, &targets.k), {&v, &targets.v}}) {
       const std::int64_t together = view->strides[2] == view->columns() ? at.run.kv_heads : 1;  // heads side by side
       for (std::int64_t head = 0; head < at.run.kv_heads; head += together) {
@@ -139,7 +139,7 @@ inline void add_gradients(const MessageBuffer& message, std::span<const Exchange
   const PackedRows packed{message, runs};
   with_sums(dk.dtype, [&]<class Real>() {
     for_each_packed_row({&packed, 1}, ranges, dk.batch(), [&](const PackedRow& at) {
-      const RunRows sources = rows_of_run(message.payload(), at.run, dk, dk.dtype);
+      const RunRows sources = rows_of_run(message.payload(), at.pairs, at.run, dk, dk.dtype);
       for (const auto& [view, source] : {std::pair(&dk, &sources.k), {&dv, &sources.v}}) {
         for (std::int64_t head = 0; head < at.run.kv_heads; ++head) {
           Real* const sum = view->template at<Real>(at.entry, at.shard_row, at.run.kv_head + head);
@@ -154,11 +154,12 @@ inline void add_gradients(const MessageBuffer& message, std::span<const Exchange
 /// Adds the rows of a message, in the dtype given, to a list of pieces; with gradients if there is memory for them.
 inline void add_pieces(std::vector<KeyPiece>& pieces, std::span<const ExchangeRun> runs, std::byte* payload,
                        std::byte* gradients, const ConstTensorView& k, DType dtype) {
+  const std::int64_t pairs = pairs_of(runs);
   for (const ExchangeRun& run : runs) {
-    const RunRows rows = rows_of_run(payload, run, k, dtype);
+    const RunRows rows = rows_of_run(payload, pairs, run, k, dtype);
     KeyPiece piece{run.first, run.step, rows.k, rows.v, run.kv_head, {}, {}};
     if (gradients) {
-      const RunRows sums = rows_of_run(gradients, run, k, sum_dtype(k.dtype));
+      const RunRows sums = rows_of_run(gradients, pairs, run, k, sum_dtype(k.dtype));
       piece.dk = sums.k, piece.dv = sums.v;
     }
     pieces.push_back(piece);

@@ -35,6 +35,19 @@ struct ForwardPart {
   bool last = true;
 };
 
+/// The keys of a rank of a ring, on a GPU: k and v of the call are its own rows, in the order of its queries. Strands
+/// that are not one run of them are packed, one after the other, with zeros behind each.
+struct PackedStrands {
+  ConstTensorView k, v;  // [batch, rows, 1, columns]
+  /// Of each query range in turn, for each branch: {segment, first row of each head's strand} twice, on the device.
+  /// Segments that are not named (-1) and heads of row -1 are in place.
+  const int* places = nullptr;
+  std::size_t range_places = 0;
+  /// Backward: float32 sums that the kernel adds to, [batch, kv_heads, rows] of own rows and then [batch, rows] of
+  /// packed ones. The call's dk and dv are not written.
+  float *dk_sum = nullptr, *dv_sum = nullptr;
+};
+
 struct ForwardArguments {
   const Plan& plan;
   const Call& call;
@@ -45,7 +58,8 @@ struct ForwardArguments {
   std::byte* workspace = nullptr;
   const ForwardPart* part = nullptr;  // null: everything at once
   std::int64_t share_of = 0;          // a ring's rank: query rows of the whole problem
-  int first_branch = 0;               // what dropout counts the plan's first branch as
+  const PackedStrands* packed = nullptr;
+  int first_branch = 0;  // what dropout counts the plan's first branch as
 };
 
 struct BackwardArguments {
@@ -56,6 +70,7 @@ struct BackwardArguments {
   TensorView dq, dk, dv;
   int threads = 1;
   std::byte* workspace = nullptr;
+  const PackedStrands* packed = nullptr;
 };
 
 struct Kernel {
@@ -65,7 +80,8 @@ struct Kernel {
   std::size_t (*workspace_bytes)(const Plan& plan, Pass pass, int threads);
   void (*forward)(const ForwardArguments& arguments);
   void (*backward)(const BackwardArguments& arguments);
-  bool runs_parts = false;  // whether forward takes a ForwardPart
+  bool runs_parts = false;    // whether forward takes a ForwardPart
+  bool takes_packed = false;  // whether both passes take PackedStrands, and its forward then also a ForwardPart
   /// What a plan does not say: whether the kernel takes the tensors and query ranges of this call, which has no
   /// workspace yet. Null: it takes all of every plan that it can run.
   Verdict (*accepts_forward)(const ForwardArguments& arguments) = nullptr;

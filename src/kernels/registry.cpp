@@ -46,7 +46,8 @@ std::vector<const Kernel*> select_kernels(const Plan& plan, Pass pass, std::stri
   for (const Kernel* kernel : all_kernels()) {
     if (!wanted.empty() && !named(*kernel, wanted)) continue;
     known = true;
-    Verdict verdict = kernel->can_run(plan, pass);
+    const bool refused = plan.problem().is_share && !kernel->takes_packed;
+    const Verdict verdict = refused ? no("takes no packed strands of a ring") : kernel->can_run(plan, pass);
     if (verdict.ok) {
       selected.push_back(kernel);
       if (kernel->takes_all(pass) || !wanted.empty()) break;

@@ -18,7 +18,8 @@ std::uint64_t hash_of(const PlanSpecification& specification, const Problem& pro
     hasher.add(value);
   hasher.add(static_cast<std::uint64_t>(problem.dtype) | static_cast<std::uint64_t>(problem.device.type) << 8 |
              std::uint64_t{problem.has_lengths} << 16 | std::uint64_t{problem.has_key_mask} << 17 |
-             std::uint64_t{problem.has_alibi} << 18 | std::uint64_t{problem.has_pieces} << 19);
+             std::uint64_t{problem.has_alibi} << 18 | std::uint64_t{problem.has_pieces} << 19 |
+             std::uint64_t{problem.is_share} << 20);
   return hasher.value();
 }
 

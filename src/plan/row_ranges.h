@@ -19,6 +19,16 @@ inline std::int64_t rows_in(std::span<const RowRange> ranges) {
   return rows;
 }
 
+/// The row of a shard that holds a position.
+inline std::int64_t row_of(std::span<const RowRange> ranges, std::int64_t position) {
+  std::int64_t row = 0;
+  for (const RowRange& range : ranges) {
+    if (position < end_of(range)) return row + position - range.start;
+    row += range.count;
+  }
+  return row;
+}
+
 /// Ranges of `a` stay apart where they meet.
 inline RowRanges common_rows(std::span<const RowRange> a, std::span<const RowRange> b) {
   RowRanges common;

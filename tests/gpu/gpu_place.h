@@ -64,4 +64,18 @@ inline std::vector<std::string> kernels_for_pieces(const Case& c) {
   return names;
 }
 
+/// Kernels that a ring over this case runs with the bits of one GPU: those, and what takes packed strands.
+inline std::vector<std::string> kernels_for_rings(const Case& c) {
+  std::vector<std::string> names = kernels_for_pieces(c);
+  Problem problem = Attention::problem(c.q.view(), c.k.view(), c.call());
+  problem.device = kGpu;
+  problem.is_share = true;
+  const Plan plan(c.pattern, c.options, problem);
+  for (const Kernel* kernel : cuda::kernels()) {
+    if (kernel->takes_packed && kernel->can_run(plan, Pass::forward).ok && kernel->can_run(plan, Pass::backward).ok)
+      names.emplace_back(kernel->name);
+  }
+  return names;
+}
+
 }  // namespace longspan::testing

@@ -84,6 +84,7 @@ RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr<Commun
   const TensorView out = place.output(r.out), lse = place.output(r.lse);
   ring.forward(q_view, k_view, v_view, out, lse, call, run.keep_halo ? &halo : nullptr);
   got.forward = ring.report();
+  ring.check(run.options.deadline);
   if (!run.gradients) {
     place.finish();
     return got;
@@ -113,6 +114,7 @@ RankResults run_rank(const Case& c, const Shards& shards, std::shared_ptr<Commun
   const TensorView dq = place.output(r.dq), dk = place.output(r.dk), dv = place.output(r.dv);
   ring.backward(q_view, k_view, v_view, out, lse, place.input(dout), dq, dk, dv, call, run.keep_halo ? &halo : nullptr);
   got.backward = ring.report();
+  ring.check(run.options.deadline);
   place.finish();
   return got;
 }

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError, InvalidArgument, Unsupported, invalid, renamed
-from .._longspan import Attention, Pattern, Ring, RingHalo, Shards, local_ring, trim_memory
+from .._longspan import (
+    Attention, Ring, RingHalo, Shards, local_ring, ring_backward_together, ring_forward_together, trim_memory,
+)  # fmt: skip
 from .._named import choice, flag
 from .._patterns import compiled
 from .operator import _NAMES, _empty_like, _empty_lse, raw_tensor, with_contiguous_rows
@@ -40,6 +42,7 @@ class RingReport:
     waited_seconds: float
     overlapped_seconds: float
     total_seconds: float
+    late_error: str = ""
 
 
 class RingMonitor:
@@ -92,10 +95,12 @@ class _RankCall:
 
 
 def _run_ranks(
-    calls: list[_RankCall], like: Tensor, work: Callable[[_RankCall, dict[str, Any]], None], forget: Callable[[], None]
-) -> None:
-    """work(call, where and until when) for every rank at once: in this thread if there is one rank, else in a thread for
-    each, which Ctrl-C in this one stops. forget: called where it fails."""
+    calls: list[_RankCall], like: Tensor, work: Callable[[_RankCall, dict[str, Any]], None],
+    together: Callable[[list[Ring], int], bool], forget: Callable[[], None],
+) -> None:  # fmt: skip
+    """work(call, where and until when) for every rank at once: in this thread if there is one rank, or if
+    together(rings, stream) could do it on the GPU, else in a thread for each, which Ctrl-C in this one stops. forget:
+    called where it fails."""
     stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
     where = {} if stream is None else {"stream": stream.cuda_stream}
 
@@ -106,7 +111,7 @@ def _run_ranks(
     try:
         if len(calls) == 1:
             run(calls[0], None)
-        else:
+        elif stream is None or not together([call.ring for call in calls], stream.cuda_stream):
             _run_threads(calls, run)
     except InvalidArgument as error:
         forget()
@@ -128,6 +133,17 @@ def _run_threads(calls: list[_RankCall], run: Callable[[_RankCall, threading.Eve
     found = [error for error in (one.exception() for one in runs) if error is not None]
     if found:
         raise next((error for error in found if not isinstance(error, CommError)), found[0])
+
+
+def _in_lines(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its rows on a GPU do not begin at multiples of 16 bytes, or repeat."""
+    if not tensor.is_cuda:
+        return tensor
+    size = tensor.element_size()
+    steps = [step * size for count, step in zip(tensor.shape[:3], tensor.stride()[:3]) if count > 1]
+    if tensor.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _raw(extras: dict[str, Any]) -> dict[str, Any]:
@@ -152,9 +168,20 @@ class _RingFunction(torch.autograd.Function):
             if len(call.rows) > 1:
                 call.write(out, own_out)
                 call.write(lse, own_lse, 2)
-            monitor.add(RingReport(call.ring.rank, False, **call.ring.report()))
 
-        _run_ranks(calls, query, work, forget)
+        def together(rings: list[Ring], stream: int) -> bool:
+            halos = [RingHalo() for _ in rings] if keep else []
+            tensors = map(raw_tensor, ("query", "key", "value", "out", "lse"), (query, key, value, out, lse))
+            done = ring_forward_together(
+                rings, *tensors, raw_extras.get("key_mask"), raw_extras["seed"], stream, halos
+            )
+            for call, halo in zip(calls, halos):
+                call.halo = halo if done else None
+            return done
+
+        _run_ranks(calls, query, work, together, forget)
+        for call in calls:
+            monitor.add(RingReport(call.ring.rank, False, **call.ring.report()))
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.calls, ctx.extras, ctx.monitor, ctx.forget = calls, extras, monitor, forget
         ctx.mark_non_differentiable(lse)
@@ -171,7 +198,7 @@ class _RingGradients(torch.autograd.Function):
     @staticmethod
     def forward(_, grad_out, query, key, value, out, lse, ctx):
         """ctx: that of the forward."""
-        grad_out, raw_extras = with_contiguous_rows(grad_out), _raw(ctx.extras)
+        grad_out, raw_extras = _in_lines(with_contiguous_rows(grad_out)), _raw(ctx.extras)
         grads = [_empty_like(x) for x in (query, key, value)]
 
         def work(call: _RankCall, placement: dict[str, Any]) -> None:
@@ -186,9 +213,18 @@ class _RingGradients(torch.autograd.Function):
             if len(call.rows) > 1:
                 for target, part in zip(grads, own_grads):
                     call.write(target, part)
-            ctx.monitor.add(RingReport(call.ring.rank, True, **call.ring.report()))
 
-        _run_ranks(ctx.calls, query, work, ctx.forget)
+        def together(rings: list[Ring], stream: int) -> bool:
+            names = ("query", "key", "value", "out", "lse", "grad_out", "dq", "dk", "dv")
+            tensors = map(raw_tensor, names, (query, key, value, out, lse, grad_out, *grads))
+            kept = [] if ctx.calls[0].halo is None else [call.halo for call in ctx.calls]
+            return ring_backward_together(
+                rings, *tensors, raw_extras.get("key_mask"), raw_extras["seed"], stream, kept
+            )
+
+        _run_ranks(ctx.calls, query, work, together, ctx.forget)
+        for call in ctx.calls:
+            ctx.monitor.add(RingReport(call.ring.rank, True, **call.ring.report()))
         for call in ctx.calls:
             call.halo = None  # a second backward, on every rank, fetches again
         return tuple(grads)
@@ -287,7 +323,7 @@ class RingCalls:
         return group if size > 1 else None
 
     def _ring(self, settings: RingSettings, communicator: Any, index: int, shards: Shards) -> Ring:
-        key = (settings, index, tuple(tuple(shards.ranges(rank)) for rank in range(shards.ranks)))
+        key = (settings, index, shards)
         if key not in self._rings:
             if len(self._rings) >= 64:
                 self._rings.clear()
@@ -325,7 +361,7 @@ class RingCalls:
                     f"has {tensor.shape[1]} rows on {tensor.device}, query has {query.shape[1]} on {query.device}: "
                     "give a rank's own rows of all three",
                 )
-        query, key, value = map(with_contiguous_rows, (query, key, value))
+        query, key, value = (_in_lines(with_contiguous_rows(x)) for x in (query, key, value))
         mask = key_mask("attention_mask", attention_mask, key.shape[0], key.shape[1])
         extras: dict[str, Any] = {"seed": 0}
         if group is not None:

@@ -40,6 +40,7 @@ class Spare {
 };
 auto& spare_memory = *new Spare<std::size_t, std::byte*>;
 auto& spare_streams = *new Spare<int, cudaStream_t>;
+auto& spare_events = *new Spare<int, cudaEvent_t>;
 
 /// A power of two, so that messages of changing sizes find memory of earlier ones.
 std::size_t rounded(std::size_t bytes) {
@@ -72,7 +73,7 @@ std::vector<ShardRun> shard_runs(std::span<const ExchangeRun> runs, std::span<co
       const std::int64_t first = run.first + done * run.step, end = range.start + range.count;
       if (done < run.count && first < end) {
         const std::int64_t count = std::min(run.count - done, (end - 1 - first) / run.step + 1);
-        parts.push_back({pair, run.offset, run.pairs(), done, run.count, row + first - range.start, run.step,
+        parts.push_back({pair, run.offset + done * run.kv_heads, row + first - range.start, run.step,
                          static_cast<int>(run.kv_head), static_cast<int>(run.kv_heads)});
         pair += count * run.kv_heads;
         done += count;
@@ -135,6 +136,25 @@ SideStream::SideStream(int device) : device_(device) {
 
 SideStream::~SideStream() {
   if (stream_) spare_streams.give_back(device_, static_cast<cudaStream_t>(stream_));
+}
+
+StreamMark::StreamMark(int device, void* stream) : device_(device) {
+  const cuda::DeviceGuard guard(device);
+  cudaEvent_t event = nullptr;
+  if (!spare_events.take(device, event))
+    cuda::check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event for messages of a ring");
+  event_ = event;
+  cuda::check(cudaEventRecord(event, static_cast<cudaStream_t>(stream)), "marking a stream");
+}
+
+StreamMark::~StreamMark() {
+  if (event_) spare_events.give_back(device_, static_cast<cudaEvent_t>(event_));
+}
+
+void StreamMark::precede(int device, void* stream) const {
+  const cuda::DeviceGuard guard(device);
+  cuda::check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(event_)),
+              "joining streams");
 }
 
 void copy(void* target, const void* source, std::size_t bytes, int device, void* stream) {

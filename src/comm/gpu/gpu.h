@@ -41,6 +41,21 @@ class SideStream {
   void* stream_ = nullptr;
 };
 
+/// A place in the order of a stream: what the stream had when this was made.
+class StreamMark {
+ public:
+  StreamMark(int device, void* stream);
+  ~StreamMark();
+  StreamMark(const StreamMark&) = delete;
+  StreamMark& operator=(const StreamMark&) = delete;
+  /// What another stream gets from now on comes after it.
+  void precede(int device, void* stream) const;
+
+ private:
+  int device_;
+  void* event_ = nullptr;
+};
+
 /// Copies between any two memories, in the order of a stream.
 void copy(void* target, const void* source, std::size_t bytes, int device, void* stream);
 /// The same on a side stream; done when it returns.

@@ -37,9 +37,8 @@ __device__ __forceinline__ PairRows find(const MessageRuns& all, std::int64_t pa
   const ShardRun& run = all.runs[low];
   const std::int64_t local = pair - run.first_pair, row = local / run.heads;
   const int head = static_cast<int>(local - row * run.heads);
-  const std::int64_t in_run = (entry * run.rows + run.run_row + row) * run.heads + head;
-  return {2 * run.offset * all.batch + in_run, (2 * run.offset + run.pairs) * all.batch + in_run,
-          run.shard_row + row * run.step, run.kv_head + head};
+  const std::int64_t key = entry * all.pairs + run.offset + row * run.heads + head;
+  return {key, all.batch * all.pairs + key, run.shard_row + row * run.step, run.kv_head + head};
 }
 
 template <class Unit>

@@ -17,10 +17,8 @@ struct StridedRows {
 
 /// Part of a run of a message that lies in one range of the shard: pairs from `first_pair` on, of `heads` heads each.
 struct ShardRun {
-  std::int64_t first_pair;     // of the whole message, in the order of (row, head)
-  std::int64_t offset, pairs;  // of the run: its K begins behind 2 * offset rows, its V `pairs` rows later
-  std::int64_t run_row;        // row of the run that the part begins with
-  std::int64_t rows;           // of the run
+  std::int64_t first_pair;  // in the order of (row, head)
+  std::int64_t offset;      // of that pair in the message, which has K of all pairs of all entries, then V
   std::int64_t shard_row, step;
   int kv_head, heads;
 };

@@ -1,5 +1,6 @@
 // Stands in for rings on GPUs in builds without CUDA: tensors on a GPU are refused before anything here is called.
 #include "comm/gpu/gpu.h"
+#include "comm/packed.h"
 #include "longspan/error.h"
 
 namespace longspan::gpu {
@@ -19,6 +20,11 @@ SideStream::SideStream(int device) : device_(device) {
   if (device_ >= 0) refuse();
 }
 SideStream::~SideStream() = default;
+StreamMark::StreamMark(int device, void*) : device_(device) {
+  if (device_ >= 0) refuse();
+}
+StreamMark::~StreamMark() = default;
+void StreamMark::precede(int, void*) const { refuse(); }
 
 void copy(void*, const void*, std::size_t, int, void*) { refuse(); }
 void copy_now(void*, const void*, std::size_t, int) { refuse(); }
@@ -39,3 +45,12 @@ void mix(const TensorView&, const TensorView&, const ConstTensorView&, const Con
 void add_checksum(std::uint64_t*, const std::byte*, std::size_t, bool, int, void*) { refuse(); }
 
 }  // namespace longspan::gpu
+
+namespace longspan {
+
+std::shared_ptr<PackedExchange> PackedExchange::make(const Attention&, const RingPlan&, const Problem&,
+                                                     std::shared_ptr<Communicator>) {
+  return nullptr;
+}
+
+}  // namespace longspan

@@ -35,6 +35,10 @@ struct Message {
   bool corrupt = false;
   enum class State { waiting, copying, done } state = State::waiting;
   std::vector<std::byte> own;  // a duplicate outlives its sender's buffer
+  // Of what moves in the order of a stream: it is ready, and it has been copied (null where both share the stream).
+  bool in_order = false;
+  void* stream = nullptr;
+  std::shared_ptr<gpu::StreamMark> ready, taken;
 };
 
 void copy(void* target, Device target_device, const void* source, Device source_device, std::size_t bytes) {
@@ -106,6 +110,10 @@ class LocalCommunicator final : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return board_->ranks; }
   bool takes(Device) const override { return true; }
+  /// The host imitates a link.
+  bool in_stream_order() const override {
+    return board_->link.bytes_per_second == 0 && board_->link.latency == std::chrono::nanoseconds(0);
+  }
 
   void begin(std::span<const SendBuffer> sends, std::span<const ReceiveBuffer> receives) override {
     const int exchange = exchanges_++;
@@ -115,18 +123,63 @@ class LocalCommunicator final : public Communicator {
     for (const SendBuffer& send : sends) check_peer(send.peer);
     for (const ReceiveBuffer& receive : receives) check_peer(receive.peer);
     waiting_.assign(receives.begin(), receives.end());
+    std::shared_ptr<gpu::StreamMark> ready;
+    if (!sends.empty() && sends[0].in_order)
+      ready = std::make_shared<gpu::StreamMark>(sends[0].device.index, sends[0].stream);
     const std::lock_guard lock(board_->mutex);
-    for (const SendBuffer& send : sends) post(send, exchange);
+    for (const SendBuffer& send : sends) post(send, exchange, ready);
     board_->changed.notify_all();
   }
 
   void wait(Deadline deadline) override {
+    run_until(deadline, [&] {
+      return waiting_.empty() && std::all_of(pending_.begin(), pending_.end(), [](auto& one) { return one->in_order; });
+    });
+  }
+  void release() override {
+    const std::lock_guard lock(board_->mutex);
+    release_lent();
+  }
+  void settle(Deadline deadline) override {
+    run_until(deadline, [&] { return pending_.empty(); });
+  }
+
+  bool progress() noexcept override {
+    try {
+      std::unique_lock lock(board_->mutex);
+      Clock::time_point next = Clock::now();
+      deliver(lock, next, next);
+      return waiting_.empty() && pending_.empty();
+    } catch (const std::exception&) {
+      return false;  // wait() finds it again
+    }
+  }
+
+  void abort() noexcept override {
+    std::unique_lock lock(board_->mutex);
+    if (!std::exchange(aborted_, true)) board_->gave_up.push_back({rank_, failed_});
+    release_lent();
+    for (const auto& message : pending_) {
+      board_->changed.wait(lock, [&] { return message->state != Message::State::copying; });
+      follow(*message);
+      board_->messages.erase(message);
+    }
+    pending_.clear();
+    waiting_.clear();
+    board_->changed.notify_all();
+  }
+
+ private:
+  using MessageHandle = std::list<Message>::iterator;
+
+  template <class Done>
+  void run_until(Deadline deadline, Done&& done) {
     std::unique_lock lock(board_->mutex);
     while (true) {
       const auto now = Clock::now();
       Clock::time_point next = deadline;
       deliver(lock, now, next);
-      if (waiting_.empty() && pending_.empty()) return;
+      if (done()) return;
       const std::vector<int> peers = peers_left();
       // The first who gave up, since later ones may have done so because of it.
       for (const auto& [peer, because_of] : board_->gave_up) {
@@ -145,32 +198,6 @@ class LocalCommunicator final : public Communicator {
     }
   }
 
-  bool progress() noexcept override {
-    try {
-      std::unique_lock lock(board_->mutex);
-      Clock::time_point next = Clock::now();
-      deliver(lock, next, next);
-      return waiting_.empty() && pending_.empty();
-    } catch (const std::exception&) {
-      return false;  // wait() finds it again
-    }
-  }
-
-  void abort() noexcept override {
-    std::unique_lock lock(board_->mutex);
-    if (!std::exchange(aborted_, true)) board_->gave_up.push_back({rank_, failed_});
-    for (const auto& message : pending_) {
-      board_->changed.wait(lock, [&] { return message->state != Message::State::copying; });
-      board_->messages.erase(message);
-    }
-    pending_.clear();
-    waiting_.clear();
-    board_->changed.notify_all();
-  }
-
- private:
-  using MessageHandle = std::list<Message>::iterator;
-
   const LocalFault* find(LocalFault::Kind kind, int peer, int exchange) const {
     for (const LocalFault& fault : board_->faults) {
       if (fault.kind == kind && fault.rank == rank_ && (fault.peer < 0 || peer < 0 || fault.peer == peer) &&
@@ -187,7 +214,7 @@ class LocalCommunicator final : public Communicator {
   }
 
   /// With the board's mutex held.
-  void post(const SendBuffer& send, int exchange) {
+  void post(const SendBuffer& send, int exchange, const std::shared_ptr<gpu::StreamMark>& ready) {
     Message message;
     message.source = rank_;
     message.target = send.peer;
@@ -195,6 +222,9 @@ class LocalCommunicator final : public Communicator {
     message.data = static_cast<const std::byte*>(send.data);
     message.bytes = send.bytes;
     message.device = send.device;
+    message.in_order = send.in_order;
+    message.stream = send.stream;
+    message.ready = ready;
     message.visible = board_->arrival(rank_, send.peer, send.bytes, Clock::now());
     message.order = board_->shuffled ? board_->random() : board_->posted++;
     if (find(LocalFault::Kind::lose, send.peer, exchange)) return;
@@ -203,9 +233,11 @@ class LocalCommunicator final : public Communicator {
     if (find(LocalFault::Kind::duplicate, send.peer, exchange)) {
       Message again = message;
       again.own.resize(message.bytes);
+      if (again.in_order) gpu::wait(message.device.index, message.stream);
       copy(again.own.data(), {}, message.data, message.device, message.bytes);
       again.data = again.own.data();
       again.device = {};
+      again.in_order = false;
       board_->messages.push_back(std::move(again));
     }
     board_->messages.push_back(std::move(message));
@@ -242,6 +274,7 @@ class LocalCommunicator final : public Communicator {
     }
     std::erase_if(pending_, [&](MessageHandle message) {
       if (message->state != Message::State::done) return false;
+      follow(*message);
       board_->messages.erase(message);
       return true;
     });
@@ -257,7 +290,12 @@ class LocalCommunicator final : public Communicator {
     lock.unlock();
     std::exception_ptr error;
     try {
-      copy(receive->data, receive->device, message->data, message->device, message->bytes);
+      const bool in_order = message->in_order && receive->in_order;
+      if (in_order) take_in_order(*message, *receive);
+      else if (message->in_order) gpu::wait(message->device.index, message->stream);
+      if (receive->in_order && (message->corrupt || !in_order))  // the host copies, and injects faults
+        gpu::wait(receive->device.index, receive->stream);
+      if (!in_order) copy(receive->data, receive->device, message->data, message->device, message->bytes);
       if (message->corrupt && message->bytes > 0) {
         std::byte* const last = static_cast<std::byte*>(receive->data) + message->bytes - 1;
         std::byte value{};
@@ -269,16 +307,48 @@ class LocalCommunicator final : public Communicator {
       error = std::current_exception();
     }
     lock.lock();
+    const bool lends = receive->lent && *receive->lent == message->data;
     if (error) {
       message->state = Message::State::waiting;
       board_->changed.notify_all();
       std::rethrow_exception(error);
     }
     ++received_[static_cast<std::size_t>(message->source)];
-    message->state = Message::State::done;
+    if (lends) lent_.push_back({message, receive->stream});
+    else message->state = Message::State::done;
     waiting_.erase(receive);
     if (!message->own.empty()) board_->messages.erase(message);
     board_->changed.notify_all();
+  }
+
+  static void take_in_order(Message& message, const ReceiveBuffer& receive) {
+    const bool same = message.stream == receive.stream && message.device == receive.device;
+    if (!same) message.ready->precede(receive.device.index, receive.stream);
+    if (receive.lent && message.device == receive.device && !message.corrupt) {
+      *receive.lent = message.data;  // which stays as it is while the message is `copying`
+      return;
+    }
+    gpu::copy(receive.data, message.data, message.bytes, receive.device.index, receive.stream);
+    if (!same) message.taken = std::make_shared<gpu::StreamMark>(receive.device.index, receive.stream);
+  }
+
+  /// Lets the sender's stream wait for a copy. A GPU that has failed has nothing left to wait for.
+  static void follow(const Message& message) noexcept {
+    try {
+      if (message.taken) message.taken->precede(message.device.index, message.stream);
+    } catch (const std::exception&) {}
+  }
+  /// With the board's mutex held.
+  void release_lent() noexcept {
+    for (const auto& [message, stream] : lent_) {
+      try {
+        if (stream != message->stream)
+          message->taken = std::make_shared<gpu::StreamMark>(message->device.index, stream);
+      } catch (const std::exception&) {}
+      message->state = Message::State::done;
+    }
+    if (!lent_.empty()) board_->changed.notify_all();
+    lent_.clear();
   }
 
   std::vector<int> peers_left() const {
@@ -299,6 +369,7 @@ class LocalCommunicator final : public Communicator {
   std::vector<std::uint64_t> sent_, received_;  // messages to and from each rank
   std::vector<ReceiveBuffer> waiting_;
   std::vector<MessageHandle> pending_;
+  std::vector<std::pair<MessageHandle, void*>> lent_;  // and the stream that reads them
 };
 
 }  // namespace

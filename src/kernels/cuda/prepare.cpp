@@ -520,7 +520,7 @@ void for_each_launch(const BackwardArguments& a, Tiling tiling, bool matrix, con
   if (matrix) {
     launch.gradients.dq_sum = space.dq;
     launch.gradients.sum_keys =
-        launch.gradients.piece_gradients ||
+        launch.gradients.piece_gradients || a.packed ||
         sums_keys(a.plan, a.plan.problem().query_rows == a.plan.problem().tokens ? a.ranges.size() : 2);
     if (launch.gradients.sum_keys && !launch.gradients.piece_gradients) {
       launch.gradients.dk_sum = space.dk;

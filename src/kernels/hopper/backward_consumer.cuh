@@ -292,7 +292,7 @@ struct BackwardConsumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = min(of_tile * kSumTileRows + own_row() + 8 * half, task.queries - 1);
-        float* const place = task.sums + row * task.sum_step + first + lane % 4 * 2;
+        float* const place = task.sums + row * task.query_step + first + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < kCount / 4; ++j)
           add_two(place + 8 * j, numbers[4 * j + 2 * half], numbers[4 * j + 2 * half + 1]);
@@ -313,13 +313,11 @@ struct BackwardConsumer {
                                               const BackwardTask& task) const {
     const bool odd = lane & 1;
     const int row = own_row() + (odd ? 8 : 0), columns = a.parts.base.tensors.columns;
-    const std::int64_t position = task.position + static_cast<std::int64_t>(group * S::kGroupStep + row) * task.stride;
     const bool valid = row < task.keys - group * S::kGroupStep;
+    const std::int64_t first = task.sum_row;
     float* const place =
-        target + ((static_cast<std::int64_t>(task.entry) * a.parts.base.tensors.kv_heads + task.kv_head) *
-                      a.parts.base.tensors.tokens +
-                  (valid ? position : 0)) *
-                     columns;
+        target +
+        (first + (valid ? static_cast<std::int64_t>(group * S::kGroupStep + row) * task.sum_step : 0)) * columns;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float give0 = odd ? rows[4 * j] : rows[4 * j + 2], give1 = odd ? rows[4 * j + 1] : rows[4 * j + 3];
@@ -420,13 +418,12 @@ struct BackwardConsumer {
                 column = i % (kColumns / 2) / 4 * 8 + lane % 4 * 2 + i % 2;
       if (row >= task.keys || column >= base.tensors.columns) continue;
       const float value = __ldcg(place + i * kGroupThreads) * (keys ? base.gradients.sum_scale : output_factor());
-      const std::int64_t position = task.position + static_cast<std::int64_t>(row) * task.stride;
       if (sums) {
-        const std::int64_t packed =
-            (static_cast<std::int64_t>(task.entry) * base.tensors.kv_heads + task.kv_head) * base.tensors.tokens +
-            position;
-        add_one((keys ? base.gradients.dk_sum : base.gradients.dv_sum) + packed * base.tensors.columns + column, value);
+        const std::int64_t place_of = task.sum_row + static_cast<std::int64_t>(row) * task.sum_step;
+        add_one((keys ? base.gradients.dk_sum : base.gradients.dv_sum) + place_of * base.tensors.columns + column,
+                value);
       } else {
+        const std::int64_t position = task.position + static_cast<std::int64_t>(row) * task.stride;
         const cuda::Rows& target = keys ? base.gradients.dk : base.gradients.dv;
         reinterpret_cast<T*>(target.data)[target.offset(task.entry, position, task.kv_head) + column] =
             cuda::from_float<T>(value);

@@ -72,6 +72,7 @@ enum class KeysTaken { all, leading, scattered };
 /// What preparation and conversion are told: work by tiles of 64 query rows, then items of rows that no branch covers.
 struct PartsLaunch {
   cuda::Launch base;
+  PackedPlaces packed;
   StrandPlaces places[cuda::kMaxWork];     // of branch b in range r: [r * branches + b]
   float* lse;                              // of each row, in base 2 and negative; -inf where a row has no keys
   float* delta;                            // dscore_scale * (dlse - delta)
@@ -109,7 +110,7 @@ struct PartsLaunch {
 
 /// The main kernel: work by tiles of 128 keys.
 struct alignas(128) BackwardLaunch {
-  CUtensorMap q[kMaxMaps], dout[kMaxMaps], k[kMaxMaps], v[kMaxMaps], dk[kMaxMaps], dv[kMaxMaps];
+  CUtensorMap q[kMaxMaps], dout[kMaxMaps], k[kMaxMaps + 1], v[kMaxMaps + 1], dk[kMaxMaps], dv[kMaxMaps];
   PartsLaunch parts;
   int first_map[cuda::kMaxBranches];
   int longer_queries[cuda::kMaxBranches], longer_keys[cuda::kMaxBranches];  // rows of q and of k, modulo the dilation
@@ -151,6 +152,8 @@ struct BackwardTask {
   int q_map, q_index, q_phase, k_map, k_index, k_phase;
   int head, kv_head, entry;
   int position, stride;  // of the first key
+  int sum_step;          // rows from one key's sums of dk and dv to the next one's
+  std::int64_t sum_row;  // of the first key
   std::int64_t row;      // of the first query in row values
   int first_sums;        // tile of 64 rows of sums that it is in
   bool clamps;           // some row's |lse| exceeds kPlainLse
@@ -199,8 +202,8 @@ struct BackwardListTask : Base {
 
 /// An item of branches that share rows, of heads over 128.
 struct BackwardMergedTask : BackwardTask {
-  float* sums;            // of the first query
-  std::int64_t sum_step;  // numbers from one query's to the next one's
+  float* sums;              // of the first query
+  std::int64_t query_step;  // numbers from one query's to the next one's
 };
 
 /// What an item of a call with options has besides.

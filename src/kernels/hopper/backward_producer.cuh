@@ -56,6 +56,9 @@ struct BackwardProducer {
       else task.first_tile = split;
     }
     if (task.keys <= 0 || task.tiles <= task.first_tile) return false;
+    // A rank may have no rows for keys after all of its queries, which see none of them.
+    if (a.parts.packed.ranges[item.range] && base.rules.causal)
+      task.keys = min(task.keys, max(0, queries.begin + queries.count - first_key));
     if constexpr (S::kLists) {
       const cuda::BlockLists& lists = base.schedule.lists[item.branch];
       if (lists.places) {
@@ -71,23 +74,38 @@ struct BackwardProducer {
         task.tiles = max(1, task.tiles);
       }
     }
-    const int start_index = strand.start / strand.stride, q_row = static_cast<int>(queries.q_row);
-    task.k_index = start_index + first_key;
-    task.k_phase = strand.start - start_index * strand.stride;
-    task.k_map = a.map(item.branch, task.k_phase, a.longer_keys[item.branch]);
+    const int q_row = static_cast<int>(queries.q_row);
+    task.entry = item.entry;
+    task.kv_head = a.query_group == 1 ? item.head : item.head / a.query_group;
+    const PackedPlaces& places = a.parts.packed;
+    const int packed = places.row(item, base.tensors.heads);
+    if (packed >= 0) {
+      task.k_map = kPackedMap;
+      task.k_index = packed + first_key;
+      task.k_phase = task.kv_head = 0;
+      task.sum_row = places.sums + static_cast<std::int64_t>(item.entry) * places.rows + task.k_index;
+      task.sum_step = 1;
+    } else {
+      const int start = places.key_row(item, base.schedule.ranges[item.range], strand.start),
+                start_index = start / strand.stride;
+      task.k_index = start_index + first_key;
+      task.k_phase = start - start_index * strand.stride;
+      task.k_map = a.map(item.branch, task.k_phase, a.longer_keys[item.branch]);
+      task.sum_row = (static_cast<std::int64_t>(item.entry) * base.tensors.kv_heads + task.kv_head) * places.key_rows +
+                     start + static_cast<std::int64_t>(first_key) * strand.stride;
+      task.sum_step = strand.stride;
+    }
     task.q_index = q_row / strand.stride;
     task.q_phase = q_row - task.q_index * strand.stride;
     task.q_map = a.map(item.branch, task.q_phase, a.longer_queries[item.branch]);
     task.head = item.head;
-    task.kv_head = a.query_group == 1 ? item.head : item.head / a.query_group;
-    task.entry = item.entry;
     task.position = strand.start + first_key * strand.stride;
     task.stride = strand.stride;
     task.row = a.parts.row(item);
     task.first_sums = static_cast<int>(task.row / kSumTileRows);
     if constexpr (S::kMerges && S::kShared) {
       task.sums = a.parts.merged_row(item.entry, item.head, queries.q_row);
-      task.sum_step = static_cast<std::int64_t>(strand.stride) * a.parts.sum_columns;
+      task.query_step = static_cast<std::int64_t>(strand.stride) * a.parts.sum_columns;
     }
     if constexpr (S::kExtras) {
       const cuda::Rules& rules = base.rules;

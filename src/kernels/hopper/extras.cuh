@@ -20,7 +20,7 @@ struct MaskedKeys {
   template <class Item>
   __device__ __forceinline__ MaskedKeys(const cuda::Launch& a, const Item& task)
       : first(a.rules.key_mask + task.entry * a.rules.key_mask_batch +
-              (task.k_index * static_cast<std::int64_t>(task.stride) + task.k_phase) * a.rules.key_mask_row),
+              (task.position - static_cast<std::int64_t>(task.first_query) * task.stride) * a.rules.key_mask_row),
         step(task.stride * a.rules.key_mask_row),
         count(task.keys) {}
   __device__ __forceinline__ bool allowed(int key) const { return key >= 0 && key < count && first[key * step] != 0; }

@@ -22,6 +22,9 @@ constexpr int kTurns = 2;   // items for each block that are dealt out in turn w
 
 bool make_maps(HopperLaunch& launch, const ForwardArguments& a, const Choice& choice) {
   const int key_box = choice.part_rows > 0 ? choice.part_rows : choice.keys;
+  if (a.packed && !(encode(launch.k[kPackedMap], a.packed->k, 1, a.packed->k.rows(), key_box) &&
+                    encode(launch.v[kPackedMap], a.packed->v, 1, a.packed->v.rows(), key_box)))
+    return false;
   return for_each_map(launch, a.plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t key_rows) {
     return encode(launch.q[map], a.q, dilation, rows, kGroupRows) &&
            encode(launch.out[map], a.out, dilation, rows, kGroupRows) &&
@@ -150,6 +153,7 @@ void forward(const ForwardArguments& a) {
         launch.query_group = base.tensors.heads / base.tensors.kv_heads;
         launch.first_branch = a.first_branch;
         launch.whole = is_whole(base);
+        launch.places = packed_places(a, base);
         launch.fill_boxes = fills_by_boxes(a, base);
         launch.fill_items = static_cast<unsigned>(base.schedule.items) - launch.items;
         // Lists are as long in one tile as in another: a strand after the other, for the sake of the L2 cache.
@@ -242,6 +246,7 @@ const Kernel kKernel = {.name = "hopper-wgmma",
                         .workspace_bytes = workspace_bytes,
                         .forward = forward,
                         .backward = backward,
+                        .takes_packed = true,
                         .accepts_forward = accepts_forward,
                         .accepts_backward = accepts_backward};
 

@@ -147,7 +147,8 @@ struct BackwardScratch {
       turns = arena.take<unsigned>(rows / kSumTileRows * 2);
       if (has_masks(plan)) key_turns = arena.take<unsigned>(rows / kSumTileRows * 2);
     }
-    if (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2) || cuda::cuts_lists(plan)) {
+    if (!problem.is_share &&
+        (cuda::sums_keys(plan, problem.query_rows == problem.tokens ? 1 : 2) || cuda::cuts_lists(plan))) {
       const std::int64_t keys = problem.batch * problem.kv_heads * problem.tokens * problem.head_dim;
       dk_sum = arena.take<float>(keys);
       dv_sum = arena.take<float>(keys);
@@ -192,13 +193,16 @@ unsigned strands_of_all(const cuda::Launch& part) {
 
 bool make_maps(BackwardLaunch& launch, const BackwardArguments& a) {
   const int query_box = tile_queries(a.plan.problem()), key_box = tile_keys(a.plan.problem());
+  if (a.packed && !(encode(launch.k[kPackedMap], a.packed->k, 1, a.packed->k.rows(), key_box) &&
+                    encode(launch.v[kPackedMap], a.packed->v, 1, a.packed->v.rows(), key_box)))
+    return false;
   return for_each_map(launch, a.plan, [&](int map, std::int64_t dilation, std::int64_t rows, std::int64_t key_rows) {
     return encode(launch.q[map], a.q, dilation, rows, query_box) &&
            encode(launch.dout[map], a.dout, dilation, rows, query_box) &&
            encode(launch.k[map], a.k, dilation, key_rows, key_box) &&
            encode(launch.v[map], a.v, dilation, key_rows, key_box) &&
-           encode(launch.dk[map], a.dk, dilation, key_rows, kGroupRows) &&
-           encode(launch.dv[map], a.dv, dilation, key_rows, kGroupRows);
+           (a.packed || (encode(launch.dk[map], a.dk, dilation, key_rows, kGroupRows) &&
+                         encode(launch.dv[map], a.dv, dilation, key_rows, kGroupRows)));
   });
 }
 
@@ -366,9 +370,11 @@ class BackwardCall {
     parts_.splits = tiling.splits && plan_.problem().heads == plan_.problem().kv_heads && !is_adaptive(plan_) &&
                     !plan_.merges_branches();
     cuda::for_each_launch(a_, tiling, true, [&](cuda::Launch& base) {
-      base.gradients.dk_sum = scratch_.dk_sum, base.gradients.dv_sum = scratch_.dv_sum;
+      base.gradients.dk_sum = a_.packed ? a_.packed->dk_sum : scratch_.dk_sum;
+      base.gradients.dv_sum = a_.packed ? a_.packed->dv_sum : scratch_.dv_sum;
       base.gradients.sum_keys = base.gradients.sum_keys && !parts_.splits;
       base.schedule.merges = sums_by_rows(plan_);
+      parts_.packed = packed_places(a_, base);
       const PartsLaunch around = prepare(base);
       if (in_order_ && base.gradients.sum_keys)
         cuda::for_each_writer(base, base.tensors.heads / base.tensors.kv_heads,
@@ -386,14 +392,14 @@ class BackwardCall {
   PartsLaunch prepare(const cuda::Launch& base) {
     parts_.base = base;
     if (parts_.splits) cuda::check(starts_.split(parts_, false, stream_), "clearing sums of keys");
-    if (base.gradients.sum_keys && rows_left_ == plan_.problem().query_rows)
+    if (base.gradients.sum_keys && !a_.packed && rows_left_ == plan_.problem().query_rows)
       cuda::check(cuda::clear_key_sums(base, stream_), "clearing accumulators");
     cuda::Schedule& schedule = parts_.base.schedule;
     schedule.fill = schedule.fill || schedule.merges;
     cut_queries(cuda::kEveryBranch);
     parts_.zero_keys = !base.gradients.sum_keys;
     for (int r = 0; r < base.schedule.range_count; ++r) rows_left_ -= base.schedule.ranges[r].count;
-    parts_.finish_keys = base.gradients.sum_keys && rows_left_ == 0;
+    parts_.finish_keys = base.gradients.sum_keys && !a_.packed && rows_left_ == 0;
     place_strands(parts_);
     launch_.first_ticket = 0;
     parts_.list_blocks = parts_.lists ? list_blocks(base) : 0;
@@ -408,6 +414,8 @@ class BackwardCall {
     for (int b = 0; b < base.schedule.branch_count; ++b) {
       if (!base.schedule.branches[b].active(base.tensors.tokens)) continue;
       const Plan plan = alone(plan_, static_cast<std::size_t>(b));
+      PackedStrands packed = a_.packed ? *a_.packed : PackedStrands{};
+      if (a_.packed) packed.places += b * 2 * (1 + a_.q.heads());
       kKernel.forward({.plan = plan,
                        .call = a_.call,
                        .ranges = a_.ranges,
@@ -417,6 +425,7 @@ class BackwardCall {
                        .out = out_,
                        .lse = {},
                        .workspace = scratch_.branch_workspace,
+                       .packed = a_.packed ? &packed : nullptr,
                        .first_branch = b});
       prepare_part(b);
       parts_.list_blocks = 0;  // once is enough

@@ -11,7 +11,8 @@
 
 namespace longspan::hopper {
 
-inline constexpr int kMaxMaps = 16;
+inline constexpr int kMaxMaps = 20;
+inline constexpr int kPackedMap = kMaxMaps;  // of k and v: of a rank's packed strands (kernel.h)
 inline constexpr int kGroupThreads = 128;
 inline constexpr int kGroupRows = 64;         // query rows of a warp group, and of a box of q and out
 inline constexpr int kBlockColumns = 64;      // columns of a box: 128 bytes, which is what the swizzle spans
@@ -19,11 +20,31 @@ inline constexpr int kWidestWithZeros = 128;  // head dim up to which shared mem
 
 inline constexpr int kNearEntries = 32;  // of a list that are brought to shared memory with the item
 
+/// Where the strands of a rank of a ring are (kernel.h, PackedStrands).
+struct PackedPlaces {
+  const int* ranges[cuda::kMaxRanges];  // null where rows of k and v are all positions
+  std::int64_t sums;                    // rows of dk_sum and dv_sum before those of packed strands
+  int key_rows, rows;                   // of one head of an entry in place; of an entry, all packed strands
+
+  /// The packed row that a strand begins with; -1: it is in place.
+  LONGSPAN_DEVICE int row(const cuda::Item& item, int heads) const {
+    const int* crossing = ranges[item.range];
+    if (!crossing) return -1;
+    crossing += item.branch * 2 * (1 + heads);
+    if (crossing[0] != item.segment) crossing += 1 + heads;
+    return crossing[0] == item.segment ? crossing[1 + item.head] : -1;
+  }
+  /// The row of k and v that has a position of a range in place.
+  LONGSPAN_DEVICE int key_row(const cuda::Item& item, const cuda::DeviceRange& range, int position) const {
+    return ranges[item.range] ? position - range.start + static_cast<int>(range.first_row) : position;
+  }
+};
+
 /// Floats that a consumer thread keeps of sums that were closed: two maxima, two row sums, two rows of values.
 constexpr int total_floats(int columns) { return 4 + columns / 2; }
 
 struct alignas(128) HopperLaunch {
-  CUtensorMap q[kMaxMaps], k[kMaxMaps], v[kMaxMaps], out[kMaxMaps];
+  CUtensorMap q[kMaxMaps], k[kMaxMaps + 1], v[kMaxMaps + 1], out[kMaxMaps];
   cuda::Launch base;
   int first_map[cuda::kMaxBranches];
   int longer_queries[cuda::kMaxBranches], longer_keys[cuda::kMaxBranches];  // rows of q and of k, modulo the dilation
@@ -40,7 +61,8 @@ struct alignas(128) HopperLaunch {
   int query_group;   // heads that share a head of k and v
   int first_branch;  // what dropout counts the first one as; else 0
   bool whole;        // rows of q are all positions in order
-  bool fill_boxes;   // uncovered rows are whole phases
+  PackedPlaces places;
+  bool fill_boxes;  // uncovered rows are whole phases
 
   /// Counts items of a branch that are done, where branches wait for one another.
   LONGSPAN_DEVICE unsigned* finished(int branch, int range, int entry, int head) const {

@@ -134,7 +134,7 @@ std::int64_t dilation_of(const BranchPlan& branch) { return std::min(branch.dila
 
 int maps_of(const BranchPlan& branch, const Problem& problem) {
   const std::int64_t dilation = dilation_of(branch);
-  return problem.tokens % dilation == 0 && problem.query_rows % dilation == 0 ? 1 : 2;
+  return key_rows(problem) % dilation == 0 && problem.query_rows % dilation == 0 ? 1 : 2;
 }
 
 int multiprocessors(const Problem& problem) {
@@ -153,12 +153,13 @@ Verdict fits(const Plan& plan) {
   if (problem.alignment < 16)
     return no("loads rows by TMA: addresses and strides must be multiples of 16 bytes, here of {}", problem.alignment);
   if (problem.has_pieces) return no("takes keys in one piece");
+  if (problem.is_share && has_masks(plan)) return no("takes no block masks over a ring");
   if (problem.query_rows > kMost) return no("counts rows in 32 bits, there are {}", problem.query_rows);
   int maps = 0;
   for (const BranchPlan& branch : plan.branches()) maps += maps_of(branch, problem);
   if (maps > kMaxMaps)
     return no("holds {} views of rows, this pattern needs {} (two for each dilation that does not divide {} rows)",
-              kMaxMaps, maps, problem.tokens);
+              kMaxMaps, maps, key_rows(problem));
   if (device.shared_bytes < kSharedBytes)
     return no("needs {} bytes of shared memory in a block, {} has {}", kSharedBytes, to_string(problem.device),
               device.shared_bytes);

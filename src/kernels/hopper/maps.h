@@ -44,18 +44,39 @@ inline std::int64_t phase_rows(std::int64_t rows, std::int64_t dilation, int kin
   return rows / dilation + (kind == 0 && rows % dilation != 0);
 }
 
+/// Rows of k and v: a rank of a ring has its own.
+inline std::int64_t key_rows(const Problem& problem) { return problem.is_share ? problem.query_rows : problem.tokens; }
+
+/// Tells a launch where a rank's strands are; its ranges are the call's, or parts of them.
+template <class Arguments>
+PackedPlaces packed_places(const Arguments& a, const cuda::Launch& launch) {
+  PackedPlaces places{};
+  places.key_rows = launch.tensors.tokens;
+  if (!a.packed) return places;
+  places.sums = a.k.batch() * a.k.heads() * a.k.rows();
+  places.key_rows = static_cast<int>(a.k.rows());
+  places.rows = static_cast<int>(a.packed->k.rows());
+  for (int r = 0; r < launch.schedule.range_count; ++r) {
+    std::int64_t first_row = launch.schedule.ranges[r].first_row;
+    std::size_t i = 0;
+    for (; first_row >= a.ranges[i].count; ++i) first_row -= a.ranges[i].count;
+    places.ranges[r] = a.packed->places + i * a.packed->range_places;
+  }
+  return places;
+}
+
 template <class Launch, class Make>
 bool for_each_map(Launch& launch, const Plan& plan, Make&& make) {
   const Problem& problem = plan.problem();
+  const std::int64_t keys = key_rows(problem);
   int count = 0, index = 0;
   for (const BranchPlan& branch : plan.branches()) {
     const std::int64_t dilation = dilation_of(branch);
     launch.first_map[index] = count;
     launch.longer_queries[index] = static_cast<int>(problem.query_rows % dilation);
-    launch.longer_keys[index++] = static_cast<int>(problem.tokens % dilation);
+    launch.longer_keys[index++] = static_cast<int>(keys % dilation);
     for (int kind = 0; kind < maps_of(branch, problem); ++kind, ++count) {
-      if (!make(count, dilation, phase_rows(problem.query_rows, dilation, kind),
-                phase_rows(problem.tokens, dilation, kind)))
+      if (!make(count, dilation, phase_rows(problem.query_rows, dilation, kind), phase_rows(keys, dilation, kind)))
         return false;
     }
   }

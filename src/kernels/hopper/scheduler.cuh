@@ -85,16 +85,25 @@ struct Scheduler {
     task.keys = strand.count;
     task.first_query = first;
     task.rows = rows;
-    task.k_index = strand.start / strand.stride;
-    task.k_phase = strand.start - task.k_index * strand.stride;
-    task.k_map = a.map(item.branch, task.k_phase, a.longer_keys[item.branch]);
+    const int packed = a.whole ? -1 : a.places.row(item, a.base.tensors.heads);
+    if (packed >= 0) {
+      task.k_map = kPackedMap;
+      task.k_index = packed;
+      task.k_phase = 0;
+    } else {
+      const int start =
+          a.whole ? strand.start : a.places.key_row(item, a.base.schedule.ranges[item.range], strand.start);
+      task.k_index = start / strand.stride;
+      task.k_phase = start - task.k_index * strand.stride;
+      task.k_map = a.map(item.branch, task.k_phase, a.longer_keys[item.branch]);
+    }
     task.q_index = a.whole     ? task.k_index + before
                    : S::kLists ? first_index(q_row, before, strand.stride)
                                : q_row / strand.stride;
     task.q_phase = q_row - task.q_index * strand.stride;
     task.q_map = a.map(item.branch, task.q_phase, a.longer_queries[item.branch]);
     task.head = item.head;
-    task.kv_head = a.query_group == 1 ? item.head : item.head / a.query_group;
+    task.kv_head = packed >= 0 ? 0 : a.query_group == 1 ? item.head : item.head / a.query_group;
     task.entry = item.entry;
     task.q_row = q_row;
     task.stride = strand.stride;

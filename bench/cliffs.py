@@ -73,8 +73,10 @@ class Data:
 
     def kept(self) -> float:
         """Share of the plain call's pairs."""
-        share = 0.5 if "causal" in self.options and not self.size.rows else 1.0
-        share *= float(self.key_mask.float().mean()) if self.key_mask is not None else 1.0
+        keys = self.key_mask[0].double() if self.key_mask is not None else torch.ones(self.size.tokens, dtype=torch.float64)
+        if "causal" in self.options and not self.size.rows:  # the first keys are seen by more queries than the last ones
+            keys = keys * torch.linspace(1, 0, len(keys), dtype=torch.float64, device=keys.device)
+        share = float(keys.mean())
         return share * (KEPT ** (1 if self.size.rows else 2) if self.lengths is not None else 1.0)
 
     def problem(self) -> dict[str, Any]:

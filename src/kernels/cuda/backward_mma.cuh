@@ -300,7 +300,7 @@ struct BackwardItem {
     const std::uint32_t q_tile = q_tiles + stage * Tile::kQueryBytes, do_tile = do_tiles + stage * Tile::kQueryBytes;
     const float4* const values = row_values + (stage * kQueries + pass_query) / 2 + lane() % 4;
     float p[kRowTiles][kBlocks][4], ds[kRowTiles][kBlocks][4];
-    multiply_rows<Math, kColumns, true>(p, k_tile, warp_key, q_tile, pass_query);
+    multiply_rows<Math, kColumns>(p, k_tile, warp_key, q_tile, pass_query);
     weigh(p, values, first);
     multiply_rows<Math, kColumns>(ds, v_tile, warp_key, do_tile, pass_query);
     differentiate(ds, p, values, first);

@@ -154,7 +154,7 @@ struct QueryItem {
     copy_wait<0>();
     __syncthreads();
     float p[1][kBlocks][4], ds[1][kBlocks][4];
-    multiply_rows<Math, kColumns, true>(p, q_tile, warp_row, k_tile, 0);
+    multiply_rows<Math, kColumns>(p, q_tile, warp_row, k_tile, 0);
     multiply_rows<Math, kColumns>(ds, do_tile, warp_row, v_tile, 0);
     weigh(p, first);
     differentiate(ds, p, first);

@@ -28,7 +28,7 @@ template <class Math>
 cudaError_t start_backward(const Launch& launch, bool features, cudaStream_t stream) {
   const auto run = [&]<int kColumns, bool kRuled, bool kLists = kRuled>() {
     using Tile = BackwardTile<BackwardShape<Math, kColumns, PairsOf<kRuled>, kLists, false, true>>;
-    static_assert(Tile::kKeys == backward_keys(kWide<Math>, kColumns));
+    static_assert(Tile::kKeys == tile_rows(kWide<Math>, kColumns));
     static_assert(Tile::kSharedBytes <= backward_shared_bytes(kWide<Math>, kColumns));
     return start_backward_shape<Math, kColumns, kRuled, kLists, false>(launch, stream);
   };

@@ -213,7 +213,7 @@ struct Totals {
     if (longest_sum(plan) > kRowsOfSum) {
       const Problem& problem = plan.problem();
       const int width = problem.head_dim <= 64 ? 64 : problem.head_dim <= 128 ? 128 : 256;
-      floats = 2 * forward_rows(arithmetic_of(plan).wide, width) * width;  // a backward's tiles are no larger
+      floats = 2 * tile_rows(arithmetic_of(plan).wide, width) * width;
       count = kEach * devices()[static_cast<std::size_t>(problem.device.index)].multiprocessors;
       sums = arena.take<float>(std::int64_t{count} * floats);
       places = arena.take<unsigned>(count);
@@ -235,12 +235,8 @@ struct Totals {
 };
 
 Tiling tiling_of(const Plan& plan, bool by_keys, bool fills) {
-  const int columns = static_cast<int>(plan.problem().head_dim);
-  const bool wide = arithmetic_of(plan).wide;
-  return {.rows = by_keys ? backward_keys(wide, columns) : forward_rows(wide, columns),
-          .by_keys = by_keys,
-          .fills = fills,
-          .parts = true};
+  const int rows = tile_rows(arithmetic_of(plan).wide, static_cast<int>(plan.problem().head_dim));
+  return {.rows = rows, .by_keys = by_keys, .fills = fills, .parts = true};
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Forward on matrix units: one block per tile of query rows of one strand.
 //   shared   Q [rows][columns], K and V [keys][columns], 16-bit, swizzled; V loads under Q K^T, the next K under P V
-//   float32  tiles become scaled float16 numbers where they lie (scaled.cuh)
 //   a warp   16 * kRowTiles query rows; scores and probabilities stay in registers: what Q K^T leaves there is, packed,
 //            the A operand of P V
 //   halves   the last tiles of small problems may come as two items of half the rows, so that no multiprocessor has
@@ -10,11 +9,152 @@
 #pragma once
 
 #include "kernels/cuda/closed_sums.cuh"
-#include "kernels/cuda/forward_tile.cuh"
 #include "kernels/cuda/pairs.cuh"
-#include "kernels/cuda/scaled.cuh"
 
 namespace longspan::cuda {
+
+/// Pairs: what options make of pairs of rows (pairs.cuh). kLists: block masks. Head dims between those instantiated run
+/// with columns of zeros.
+/// kCrowded: three blocks on a multiprocessor, not two; for items of one length, of which small problems have a few.
+/// kCloses: strands may be so long that sums are closed; a loop without has registers to spare for other things.
+template <class MathValue, int kColumnsValue, class PairsValue, bool kListsValue, bool kCrowdedValue, bool kClosesValue>
+struct ForwardShape {
+  using Math = MathValue;
+  using Pairs = PairsValue;
+  static constexpr int kColumns = kColumnsValue;
+  static constexpr bool kLists = kListsValue, kCloses = kClosesValue;
+  static constexpr int kWarps = 4;
+  static constexpr int kRowTiles = kWide<Math> || kColumns > 128 ? 1 : 2;
+  static constexpr bool kSmall = !kWide<Math> && !Pairs::kRuled && (kColumns <= 48 || kCrowdedValue);
+  static constexpr int kKeys = kWide<Math> && kColumns > 128                                            ? 32
+                               : !kWide<Math> && kColumns == 64 && !Pairs::kRuled && !kLists && !kSmall ? 128
+                                                                                                        : 64;
+  static constexpr int kStages = kSmall ? 2 : 1;  // of K and of V; with two there is one barrier in a tile
+  static constexpr int kBlocksPerSm = kSmall ? 3 : kWide<Math> && kColumns > 64 ? 1 : 2;
+  static constexpr bool kHalves = kCrowdedValue;  // items may be half tiles: see Schedule::decode_halves
+};
+
+template <class Shape, int kRowTilesValue = Shape::kRowTiles>
+struct ForwardTile {
+  using Math = typename Shape::Math;
+  static constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys, kRowTiles = kRowTilesValue;
+  static constexpr int kThreads = Shape::kWarps * kWarpThreads, kRows = 16 * kRowTiles * Shape::kWarps;
+  static constexpr int kPitch = pitch_of<Math>(kColumns), kKeyBytes = kKeys * kPitch;
+  static constexpr int kSharedBytes = kRows * kPitch + 2 * Shape::kStages * kKeyBytes;
+  static constexpr float kLargeBase = 1 << 20;
+  float scores[kRowTiles][kKeys / 8][4];
+  float out[kRowTiles][kColumns / 8][4];
+  float largest[kRowTiles][2];
+  float sum[kRowTiles][2];
+
+  __device__ __forceinline__ static float base_of(float value) { return value == -LONGSPAN_INFINITY ? 0.0f : value; }
+
+  /// Raises a row's maximum; what is summed so far is scaled to it.
+  __device__ __forceinline__ void raise(int m, int half, float to) {
+    const float correction = fast_exp2(largest[m][half] - base_of(to));
+    largest[m][half] = to;
+    sum[m][half] *= correction;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      out[m][n][2 * half] *= correction;
+      out[m][n][2 * half + 1] *= correction;
+    }
+  }
+
+  /// scores become probabilities relative to the row's maximum. `factor` takes scores to base-2 exponents. Rows side by
+  /// side in every step: each alone is one long chain of dependent instructions.
+  __device__ __forceinline__ void softmax(float factor) {
+    float highest[kRowTiles][2], total[kRowTiles][2];
+    for_each_row([&](int m, int half) { highest[m][half] = scores[m][0][2 * half]; });
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      for_each_row([&](int m, int half) {
+        highest[m][half] = fmaxf(highest[m][half], fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+      });
+    }
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      for_each_row([&](int m, int half) {
+        highest[m][half] = fmaxf(highest[m][half], __shfl_xor_sync(~0u, highest[m][half], distance));
+      });
+    }
+    float most = 0.0f;
+    for_each_row([&](int m, int half) {
+      raise(m, half, fmaxf(largest[m][half], __fmul_rn(highest[m][half], factor)));
+      highest[m][half] = base_of(largest[m][half]);
+      total[m][half] = 0.0f;
+      most = fmaxf(most, fabsf(highest[m][half]));
+    });
+    if (most > kLargeBase) subtract_large(factor, highest);
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      for_each_row([&](int m, int half) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = scores[m][n][2 * half + i];
+          score = fast_exp2(fmaf(score, factor, -highest[m][half]));
+          total[m][half] += score;
+        }
+      });
+    }
+    for_each_row([&](int m, int half) { sum[m][half] += total[m][half]; });
+  }
+
+  /// Of maxima so large that their rounding would be a factor of weights: scores are rounded as the maximum was, so
+  /// that none lies above it, and become what they lie below it.
+  __device__ __forceinline__ void subtract_large(float factor, float (&base)[kRowTiles][2]) {
+    const float back = 1.0f / factor;
+    for_each_row([&](int m, int half) {
+      if (!(fabsf(base[m][half]) > kLargeBase)) return;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = scores[m][n][2 * half + i];
+          score = __fadd_rn(__fmul_rn(score, factor), -base[m][half]) * back;
+        }
+      base[m][half] = 0.0f;
+    });
+  }
+
+  /// Adds totals of closed sums (closed_sums.cuh), which were summed up relative to maxima of their time.
+  __device__ __forceinline__ void add_totals(const float* totals) {
+    for_each_row([&](int m, int half) {
+      const float* const of_row = totals + (m * 2 + half) * (2 + kColumns / 4) * kThreads;
+      const float factor = fast_exp2(of_row[0] - base_of(largest[m][half]));
+      sum[m][half] = fmaf(of_row[kThreads], factor, sum[m][half]);
+#pragma unroll
+      for (int i = 0; i < kColumns / 4; ++i) {
+        float& value = out[m][i / 2][2 * half + i % 2];
+        value = fmaf(of_row[(2 + i) * kThreads], factor, value);
+      }
+    });
+  }
+  /// Puts sums down as totals and begins new ones.
+  __device__ __forceinline__ void close_sums(float* totals, bool first) {
+    if (!first) add_totals(totals);
+    for_each_row([&](int m, int half) {
+      float* const of_row = totals + (m * 2 + half) * (2 + kColumns / 4) * kThreads;
+      of_row[0] = largest[m][half];
+      of_row[kThreads] = sum[m][half];
+      sum[m][half] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kColumns / 4; ++i) {
+        float& value = out[m][i / 2][2 * half + i % 2];
+        of_row[(2 + i) * kThreads] = value;
+        value = 0.0f;
+      }
+    });
+  }
+
+  template <class Body>
+  __device__ __forceinline__ static void for_each_row(Body&& body) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) body(m, half);
+  }
+};
 
 /// One tile of 16 * kRowTiles rows a warp. What becomes of a row does not depend on how many there are.
 template <class Shape, int kRowTiles>
@@ -25,7 +165,7 @@ struct ForwardItem {
   using T = Element<Math>;
   static constexpr int kSize = sizeof(T), kColumns = Shape::kColumns, kRows = Tile::kRows, kKeys = Shape::kKeys;
   static constexpr int kThreads = Tile::kThreads, kPitch = Tile::kPitch, kStages = Shape::kStages;
-  static constexpr bool kRuled = Pairs::kRuled, kLists = Shape::kLists, kScaled = Shape::kScaled;
+  static constexpr bool kRuled = Pairs::kRuled, kLists = Shape::kLists;
   static constexpr bool kMerges = kRowTiles == Shape::kRowTiles;  // half tiles never do
 
   const Launch& a;
@@ -45,22 +185,6 @@ struct ForwardItem {
   Pairs pairs;
   RowSequence<kLists> keys;
   Tile tile;
-
-  // float32 (scaled.cuh): powers of two that take products back, of Q and K; V's, and the most of some rows
-  using ScaledQ = ScaledRows<Math, kColumns, kRows, kThreads>;
-  using ScaledKeys = ScaledRows<Math, kColumns, kKeys, kThreads>;
-  struct Powers {
-    float q[kRows], k[kKeys];
-    std::uint32_t v[kKeys], most[ScaledKeys::kStep];
-  };
-  __device__ __forceinline__ static Powers& powers() {
-    __shared__ Powers all;
-    return all;
-  }
-  __device__ __forceinline__ static void tell_q(int row, std::uint32_t power) { powers().q[row] = power_of_two(power); }
-  static constexpr bool kFetches = kScaled && !kRuled && !kLists;  // K and V come through registers
-  struct Nothing {};
-  std::conditional_t<kFetches, ScaledKeys, Nothing> fetched;
 
   __device__ __forceinline__ ForwardItem(const Launch& launch, const Item& of, char* memory)
       : a(launch),
@@ -131,10 +255,6 @@ struct ForwardItem {
     copy_commit();
   }
 
-  __device__ __forceinline__ void fetch_keys(bool values, int first) {
-    fetched.fetch(values ? v_base : k_base, values ? v_step : k_step, first, strand.count, a.tensors.columns);
-  }
-
   /// Which keys there are, Q and the first of them, and sums of nothing.
   __device__ __forceinline__ void begin() {
     keys = RowSequence<kLists>::range(0, end_of_keys(),
@@ -146,32 +266,17 @@ struct ForwardItem {
                                            strand.count);
       }
     }
-    const char* const q = a.tensors.q.data + a.tensors.q.offset(item.entry, q_row, item.head) * kSize;
-    const std::int64_t q_step = a.tensors.q.row * strand.stride * kSize;
-    if constexpr (kFetches) {
-      ScaledQ all;
-      all.fetch(q, q_step, 0, rows, a.tensors.columns);
-      fetch_keys(false, 0);
-      all.store(q_tile, tell_q);
-    } else {
-      load_rows<Math, kColumns, kRows, kThreads, kRuled>(q_tile, q, q_step, 0, rows, a.tensors.columns,
-                                                         a.tensors.aligned);
-      if constexpr (kScaled) {
-        copy_commit();
-        copy_wait<0>();
-        ScaledQ all;
-        all.fetch(q_tile);
-        all.store(q_tile, tell_q);
-      }
-      if constexpr (kRuled) {
-        pairs.template ask<kKeys>(keys, 0);
-        pairs.template tell<kKeys>(0);
-        pairs.template ask<kKeys>(keys, kKeys);
-        __syncthreads();
-      }
-      load_keys(k_tiles, false, 0);
-      if (kStages > 1) load_keys(v_tiles, true, 0);
+    load_rows<Math, kColumns, kRows, kThreads, kRuled>(
+        q_tile, a.tensors.q.data + a.tensors.q.offset(item.entry, q_row, item.head) * kSize,
+        a.tensors.q.row * strand.stride * kSize, 0, rows, a.tensors.columns, a.tensors.aligned);
+    if constexpr (kRuled) {
+      pairs.template ask<kKeys>(keys, 0);
+      pairs.template tell<kKeys>(0);
+      pairs.template ask<kKeys>(keys, kKeys);
+      __syncthreads();
     }
+    load_keys(k_tiles, false, 0);
+    if (kStages > 1) load_keys(v_tiles, true, 0);
     clear(tile.out);
     Tile::for_each_row([&](int m, int half) {
       tile.largest[m][half] = -LONGSPAN_INFINITY;
@@ -200,14 +305,11 @@ struct ForwardItem {
     });
   }
 
-  /// Whether a warp's rows meet all keys of a tile, as far as lists, causality and the strand's end go.
-  __device__ __forceinline__ bool all_meet(int first) const {
-    return kLists ? first + kKeys <= keys.unmasked
-                  : first + kKeys <= strand.count && !(a.rules.causal && first + kKeys > first_query + warp_row + 1);
-  }
-  /// Calls body(m, n, i, whether the two meet).
-  template <class Body>
-  __device__ __forceinline__ void for_each_pair(int first, Body&& body) const {
+  /// -inf where a list, causality or the strand's end leaves a pair out.
+  __device__ __forceinline__ void mask(int first) {
+    if (kLists ? first + kKeys <= keys.unmasked
+               : first + kKeys <= strand.count && !(a.rules.causal && first + kKeys > first_query + warp_row + 1))
+      return;
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
       const int first_key = keys.row(first + n * 8) + lane() % 4 * 2;
@@ -217,50 +319,24 @@ struct ForwardItem {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int own = first_query + thread_row + 16 * m + (i / 2) * 8, key = first_key + i % 2;
-          body(m, n, i, key < strand.count && !(a.rules.causal && key > own) && (met >> keys.bit(own) & 1));
+          if (key >= strand.count || (a.rules.causal && key > own) || !(met >> keys.bit(own) & 1))
+            tile.scores[m][n][i] = -LONGSPAN_INFINITY;
         }
-    }
-  }
-
-  /// Products of scaled numbers become scores, but for the power of their row unless that is asked for.
-  __device__ __forceinline__ void scale_scores(bool rows_too) {
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-      const float2 of_keys = *reinterpret_cast<const float2*>(powers().k + n * 8 + lane() % 4 * 2);
-      Tile::for_each_row([&](int m, int half) {
-        const float of_row = rows_too ? powers().q[thread_row + 16 * m + 8 * half] : 1.0f;
-        tile.scores[m][n][2 * half] *= of_keys.x * of_row;
-        tile.scores[m][n][2 * half + 1] *= of_keys.y * of_row;
-      });
     }
   }
 
   /// Scores become weights.
   __device__ __forceinline__ void weigh(int first) {
     float factor = a.rules.scale * kLog2E;
-    bool biased = false;
-    if constexpr (kRuled) biased = pairs.biased;
-    if constexpr (kScaled) scale_scores(biased);
     if constexpr (kRuled) {
-      if (biased) {
+      if (pairs.biased) {
         pairs.add_bias(tile.scores, factor, first_query + thread_row, keys, first);
         factor = 1.0f;
       }
       pairs.mask_keys(tile.scores, -LONGSPAN_INFINITY);
     }
-    if (!all_meet(first))
-      for_each_pair(first, [&](int m, int n, int i, bool meet) {
-        if (!meet) tile.scores[m][n][i] = -LONGSPAN_INFINITY;
-      });
-    if constexpr (kScaled) {
-      float factors[kRowTiles][2];
-      Tile::for_each_row([&](int m, int half) {
-        factors[m][half] = biased ? factor : factor * powers().q[thread_row + 16 * m + 8 * half];
-      });
-      tile.softmax([&](int m, int half) { return factors[m][half]; });
-    } else {
-      tile.softmax([&](int, int) { return factor; });
-    }
+    mask(first);
+    tile.softmax(factor);
     if constexpr (kRuled) {
       if (a.rules.dropout)
         pairs.template for_each_kept<kRowTiles, kKeys / 8>(
@@ -270,79 +346,21 @@ struct ForwardItem {
     }
   }
 
-  /// out += weights times scaled values. Weights take the powers of V's rows, relative to the largest that a row meets.
-  __device__ __forceinline__ void add_scaled_values(int first) {
-    std::uint32_t words[kRowTiles][kKeys / 8][kSplits<Math> ? 4 : 2], most[kRowTiles][2];
-    const auto scale_weights = [&] {
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        const uint2 of_keys = *reinterpret_cast<const uint2*>(powers().v + n * 8 + lane() % 4 * 2);
-        Tile::for_each_row([&](int m, int half) {
-          std::uint32_t(&of_row)[kSplits<Math> ? 4 : 2] = words[m][n];
-          split_pair<Math>(of_row[half], of_row[kSplits<Math> ? 2 + half : half],
-                           tile.scores[m][n][2 * half] * scaled_quotient(of_keys.x, most[m][half]),
-                           tile.scores[m][n][2 * half + 1] * scaled_quotient(of_keys.y, most[m][half]));
-        });
-      }
-    };
-    if (all_meet(first)) {
-      std::uint32_t of_tile = kLeastPower;
-#pragma unroll
-      for (int i = 0; i < ScaledKeys::kStep; ++i) of_tile = max(of_tile, powers().most[i]);
-      Tile::for_each_row([&](int m, int half) { most[m][half] = of_tile; });
-      scale_weights();
-    } else {
-      Tile::for_each_row([&](int m, int half) { most[m][half] = kLeastPower; });
-      for_each_pair(first, [&](int m, int n, int i, bool meet) {
-        if (meet) most[m][i / 2] = max(most[m][i / 2], powers().v[n * 8 + lane() % 4 * 2 + i % 2]);
-      });
-      Tile::for_each_row([&](int m, int half) {
-        most[m][half] = max(most[m][half], __shfl_xor_sync(~0u, most[m][half], 1));
-        most[m][half] = max(most[m][half], __shfl_xor_sync(~0u, most[m][half], 2));
-      });
-      scale_weights();
-    }
-    float back[kRowTiles][2];
-    Tile::for_each_row(
-        [&](int m, int half) { back[m][half] = power_of_two(most[m][half] - 2 * kScaledPower * kPowerUnit); });
-    accumulate_scaled<Math, kColumns, ScaledKeys::kSecond>(tile.out, words, back, v_tiles);
-  }
-
-  /// One tile of keys of float32. What is loaded lies in registers, and else where it belongs, as float32.
-  __device__ __forceinline__ void take_scaled_keys(int first, bool more) {
-    const auto put = [&](bool values) {
-      std::uint32_t most = 0;
-      const auto tell = [&](int row, std::uint32_t power) {
-        if (values) powers().v[row] = power, powers().most[threadIdx.x / ScaledKeys::kLanes] = most = max(most, power);
-        else powers().k[row] = power_of_two(power - 2 * kScaledPower * kPowerUnit);
-      };
-      const std::uint32_t tile_of = values ? v_tiles : k_tiles;
-      if constexpr (kFetches) {
-        fetched.store(tile_of, tell);
-      } else {
-        ScaledKeys all;
-        copy_wait<0>();
-        all.fetch(tile_of);
-        all.store(tile_of, tell);
-      }
-      __syncthreads();
-    };
-    const auto load = [&](bool values, int from) {
-      if constexpr (kFetches) fetch_keys(values, from);
-      else load_keys(values ? v_tiles : k_tiles, values, from);
-    };
-    put(false);
-    load(true, first);
-    multiply_scaled_rows<Math, kColumns, ScaledQ::kSecond, ScaledKeys::kSecond>(tile.scores, q_tile, warp_row, k_tiles);
-    weigh(first);
-    put(true);
-    if (more) load(false, first + kKeys);
-    add_scaled_values(first);
-  }
-
-  /// The same of 16-bit types, which need nothing done to them.
-  __device__ __forceinline__ void take_plain_keys(int first, bool more) {
+  /// One tile of keys.
+  __device__ __forceinline__ void take_keys(int first) {
     const int stage = kStages > 1 ? first / kKeys & 1 : 0;
+    const bool more = first + kKeys < last_key();
+    copy_wait<0>();
+    __syncthreads();
+    if constexpr (kRuled) {
+      pairs.template tell<kKeys>(first + kKeys);
+      pairs.template ask<kKeys>(keys, first + 2 * kKeys);
+      if (pairs.none()) {
+        __syncthreads();
+        if (more) load_keys(k_tile(0), false, first + kKeys);
+        return;
+      }
+    }
     if constexpr (kStages > 1) {
       if (more) {
         load_keys(k_tile(stage ^ 1), false, first + kKeys);
@@ -361,26 +379,6 @@ struct ForwardItem {
     accumulate<Math, kPitch, kKeys / kStepSize<Math>>(
         tile.out, [&](Fragment& f, int m, int step) { weights_of<Math>(f, tile.scores[m], step); }, v_tile(stage), 0,
         0);
-  }
-
-  /// One tile of keys.
-  __device__ __forceinline__ void take_keys(int first) {
-    const bool more = first + kKeys < last_key();
-    if constexpr (!kFetches) {
-      copy_wait<0>();
-      __syncthreads();
-    }
-    if constexpr (kRuled) {
-      pairs.template tell<kKeys>(first + kKeys);
-      pairs.template ask<kKeys>(keys, first + 2 * kKeys);
-      if (pairs.none()) {
-        __syncthreads();
-        if (more) load_keys(k_tile(0), false, first + kKeys);
-        return;
-      }
-    }
-    if constexpr (kScaled) take_scaled_keys(first, more);
-    else take_plain_keys(first, more);
   }
 
   __device__ __forceinline__ void take_all_keys() {

@@ -14,7 +14,7 @@ cudaError_t start_forward(const Launch& launch, bool features, cudaStream_t stre
     const auto run_shape = [&]<bool kCloses>() {
       using Shape = ForwardShape<Math, kColumns, PairsOf<kRuled>, kLists, kCrowded, kCloses>;
       using Tile = ForwardTile<Shape>;
-      static_assert(Tile::kRows == forward_rows(kWide<Math>, kColumns));
+      static_assert(Tile::kRows == tile_rows(kWide<Math>, kColumns));
       static_assert(Tile::kSharedBytes <= forward_shared_bytes(kWide<Math>, kColumns));
       return start<&forward_mma<Shape>>(launch.schedule.items, Tile::kThreads, Tile::kSharedBytes, stream, launch);
     };

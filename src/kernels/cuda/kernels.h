@@ -10,13 +10,12 @@ namespace longspan::cuda {
 
 /// Rows of one forward item and keys of one backward item, which the work table is made for, and the shared memory that
 /// a block takes at most. `wide`: float32 storage. The shapes of the kernels are held to these where they are started.
-constexpr int forward_rows(bool wide, int columns) { return columns > (wide ? 64 : 128) ? 64 : 128; }
-constexpr int backward_keys(bool wide, int columns) { return wide || columns > 128 ? 64 : 128; }
+constexpr int tile_rows(bool wide, int columns) { return wide || columns > 128 ? 64 : 128; }
 inline constexpr int kCompactKeys = 64, kCompactBytes = 81 * 1024;
 inline constexpr int kQueryPassRows = 64;  // of dq in a pass of its own
 constexpr int forward_shared_bytes(bool wide, int columns) {
   const int bytes = columns * (wide ? 4 : 2);
-  return (bytes <= 128 ? 48 : bytes <= 256 ? 64 : bytes <= 512 ? 96 : 128) * 1024 + (wide ? 2048 : 0);
+  return (bytes <= 128 ? 48 : bytes <= 256 ? 64 : bytes <= 512 ? 96 : 128) * 1024;
 }
 constexpr int backward_shared_bytes(bool wide, int columns) {
   if (wide) return (columns <= 64 ? 73 : 137) * 1024;

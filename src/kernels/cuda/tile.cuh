@@ -204,13 +204,12 @@ __device__ __forceinline__ void clear(float (&sums)[kRowTiles][kBlocks][4]) {
 }
 
 /// sums = rows a_row .. of one tile times rows b_row .. of another, over kColumns. Matrix units truncate what they add:
-/// scores of exact float32 (kScores) are added up step by step, or they would be too small by up to their last six
-/// bits.
-template <class Math, int kColumns, bool kScores = (kColumns > 128), int kRowTiles, int kBlocks>
+/// exact float32 of wide heads is added up step by step, or scores would be too small by up to their last six bits.
+template <class Math, int kColumns, int kRowTiles, int kBlocks>
 __device__ __forceinline__ void multiply_rows(float (&sums)[kRowTiles][kBlocks][4], std::uint32_t a_tile, int a_row,
                                               std::uint32_t b_tile, int b_row) {
   constexpr int kPitch = pitch_of<Math>(kColumns);
-  constexpr bool kExact = kScores && std::is_same_v<Math, SplitFloat>;
+  constexpr bool kExact = std::is_same_v<Math, SplitFloat> && kColumns > 128;
   clear(sums);
 #pragma unroll
   for (int step = 0; step < kColumns / kStepSize<Math>; ++step) {

@@ -100,21 +100,10 @@ __device__ __forceinline__ void store_shared(std::uint32_t target, const std::ui
                "r"(words[3])
                : "memory");
 }
-__device__ __forceinline__ void store_shared(std::uint32_t target, const std::uint32_t (&words)[2]) {
-  asm volatile("st.shared.v2.b32 [%0], {%1,%2};\n" ::"r"(target), "r"(words[0]), "r"(words[1]) : "memory");
-}
 __device__ __forceinline__ std::uint32_t load_shared_word(std::uint32_t source) {
   std::uint32_t word;
   asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(word) : "r"(source) : "memory");
   return word;
-}
-__device__ __forceinline__ float4 load_shared_four(std::uint32_t source) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(source)
-               : "memory");
-  return x;
 }
 
 /// 2^x to two units in the last place; exp2(-inf) = 0.

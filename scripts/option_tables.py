@@ -57,9 +57,7 @@ def kernels(rows: dict[str, dict], few_rows: bool) -> str:
 
 def options_table(few_rows: bool = False) -> list[str]:
     """What runs how fast where."""
-    made = columns()
-    if few_rows:
-        made = [(title, rows) for title, rows in made if any(row["rows"] for row in rows.values())]
+    made = [(title, rows) for title, rows in columns() if any(bool(row["rows"]) == few_rows for row in rows.values())]
     names = dict.fromkeys(name for _, rows in made for name, row in rows.items() if bool(row["rows"]) == few_rows)
     lines = ["| | " + " | ".join(title for title, _ in made) + " |", "|---" * (len(made) + 1) + "|"]
     lines.append("| kernel | " + " | ".join(kernels(rows, few_rows) for _, rows in made) + " |")

@@ -331,6 +331,16 @@ def lm_table() -> list[str]:
     return lines
 
 
+def gpu_rings_table() -> list[str]:
+    lines = ["| | | one device, ms | ring of 2 | of 4 | of 8 |", "|---|---|---|---|---|---|"]
+    for row in result("h200_rings")["rows"]:
+        for step, title in (("forward", "forward"), ("both", "forward and backward")):
+            one = row[step]["one device"]["ms"]
+            rings = [f"{row[step][name]['ms'] / one:.2f}" if name in row[step] else "" for name in (f"ring of {n}" for n in (2, 4, 8))]
+            lines.append(f"| {row['name']} | {title} | {one:.3f} | {' | '.join(rings)} |")
+    return lines
+
+
 def ring_scaling_table() -> list[str]:
     rows = {(row["kind"], row["tokens"], row["ranks"], row["device"]): row for row in result("ring_scaling")["results"]}
     lines = [
@@ -427,7 +437,7 @@ PAGES = {
     "docs/performance.md": {
         "peers": peers_table, "hopper": hopper_table, "profile": profile_table, "backward": backward_table,
         "backward profile": backward_profile_table, "cuda": cuda_table, "errors": errors_table,
-        "lengths": lengths_table, "few rows": few_rows_table, "decode": decode_table, "token": token_table,
+        "lengths": lengths_table, "few rows": few_rows_table, "gpu rings": gpu_rings_table, "decode": decode_table, "token": token_table,
     },
     "docs/block_sparse.md": {"blocks": block_table, "small blocks": small_block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},

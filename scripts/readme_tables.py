@@ -437,11 +437,13 @@ PAGES = {
     "docs/performance.md": {
         "peers": peers_table, "hopper": hopper_table, "profile": profile_table, "backward": backward_table,
         "backward profile": backward_profile_table, "cuda": cuda_table, "errors": errors_table,
-        "lengths": lengths_table, "few rows": few_rows_table, "gpu rings": gpu_rings_table, "decode": decode_table, "token": token_table,
+        "lengths": lengths_table, "few rows": few_rows_table, "decode": decode_table, "token": token_table,
     },
     "docs/block_sparse.md": {"blocks": block_table, "small blocks": small_block_table, "adaptive": adaptive_table},
     "docs/longnet.md": {"lm": lm_table},
-    "docs/ring.md": {"ring link": ring_link_table, "ring scaling": ring_scaling_table, "ring gradients": ring_gradients_table},
+    "docs/ring.md": {
+        "gpu rings": gpu_rings_table, "ring link": ring_link_table, "ring scaling": ring_scaling_table, "ring gradients": ring_gradients_table,
+    },
 }
 
 

@@ -257,6 +257,7 @@ void Ring::State::raise_late_errors() {
     const std::string text = plan->packed ? plan->packed->late_error(true) : std::string();
     if (text.empty()) continue;
     communicator->fail(text);
+    communicator->abort();  // peers learn of it now, not at their deadline
     throw CommError(text);
   }
 }
@@ -423,6 +424,10 @@ bool Ring::run_together(std::span<const RankCall> calls) {
       runs.push_back(
           std::make_unique<PackedRun>(state, plans[rank], Pass::backward, tensors, one.call, nullptr, one.kept));
     }
+  }
+  for (std::size_t rank = 0; rank < runs.size(); ++rank) {
+    if (runs[rank]->phases() != runs[0]->phases())
+      reject("kept", "rank {} and rank 0 differ in whether rows were kept: give kept of every rank, or of none", rank);
   }
   for (int i = 0; i < runs[0]->phases(); ++i) {
     for (const auto& run : runs) run->phase(i);

@@ -480,7 +480,7 @@ TEST(DecodeCalls, VerdictsSayWhatTheKernelLacks) {
 TEST(DecodeCalls, RanksWithFewRowsKeepTheBitsOfTheWhole) {
   LONGSPAN_NEEDS_GPU();
   const Case c(Pattern::longnet({20, 48}, {1, 2}), {}, {1, 48, 2, 2, 64}, DType::bf16);
-  const Results want = run_on_gpu(c, "cuda-mma");
+  const Results want = run_on_gpu(c, "");
   const Shards shards = Shards::even(48, 4);
   const auto got = run_local<GpuPlace>(c, shards);
   for (int rank = 0; rank < 4; ++rank)

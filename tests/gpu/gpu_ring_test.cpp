@@ -325,6 +325,30 @@ TEST(GpuRing, OneThreadRunsAllRanksAndGraphsReplayThem) {
   cudaStreamDestroy(stream);
 }
 
+/// Rows are exchanged again: a rank must not send gradients before all have taken its rows.
+TEST(GpuRing, OneThreadRunsBackwardsWithoutKeptRows) {
+  LONGSPAN_NEEDS_GPU();
+  cudaStream_t stream = nullptr;
+  expect_success(cudaStreamCreate(&stream));
+  {
+    Case c = small_case();
+    c.options.deterministic = true;
+    const Shards shards = uneven(c.shape.tokens, 4);
+    RanksOfOneThread ranks(c, shards, stream);
+    ranks.run_apart();
+    expect_success(cudaStreamSynchronize(stream));
+    const Results want = ranks.device.download();
+    auto backwards = ranks.backwards();
+    backwards[1].kept = nullptr;
+    if (!Ring::forward_together(ranks.forwards())) GTEST_SKIP() << "no kernel here takes packed strands";
+    EXPECT_THROW(Ring::backward_together(backwards), InvalidArgument);
+    for (RingBackward& call : backwards) call.kept = nullptr;
+    ASSERT_TRUE(Ring::backward_together(backwards));
+    ranks.expect(want, "rows exchanged again");
+  }
+  cudaStreamDestroy(stream);
+}
+
 TEST(GpuRing, MemoryGoesBack) {
   LONGSPAN_NEEDS_GPU();
   const Case c = small_case();

@@ -252,6 +252,9 @@ class Exchange final : public PackedExchange {
   OnStream& memory(const MessageRules& rules) {
     const Place place{share_.device.index, rules.memory.stream};
     if (!memory_ || !(memory_->place == place)) {
+      // Peers may still read what was sent from the other stream's memory.
+      if (memory_ && communicator_->failure().empty())
+        communicator_->settle(std::chrono::steady_clock::now() + rules.deadline);
       memory_.reset();
       memory_.emplace(place, tables_, *exchange_, rules.memory);
     }
@@ -432,11 +435,12 @@ class BackwardCall final : public CallBase {
     if (!on_.gradients) on_.gradients.emplace(on_.place, c_.rules.memory, *exchange_.exchange_, true);
     if (!on_.sums) on_.sums.emplace(on_.place.device, on_.place.stream, 2 * floats() * sizeof(float));
   }
-  int phases() const override { return fetches_ ? 3 : 2; }
+  int phases() const override { return fetches_ ? 4 : 2; }
+  // A rank sends again only after all have taken its rows: in one thread, that is the phase after.
   void phase(int index) override {
-    if (fetches_ && index == 0) return send_rows("ring backward, exchange of rows");
     if (index == phases() - 1) return collect();
-    if (fetches_) receive_rows();
+    if (fetches_ && index == 0) return send_rows("ring backward, exchange of rows");
+    if (fetches_ && index == 1) return receive_rows();
     compute();
     packed_.reset();
     begin(*on_.gradients, "ring backward, return of gradients", [&](cudaStream_t stream) {
@@ -513,6 +517,7 @@ std::unique_ptr<PackedCall> Exchange::backward(const Context& context, const Bac
 
 std::shared_ptr<PackedExchange> PackedExchange::make(const Attention& attention, const RingPlan& plan,
                                                      const Problem& share, std::shared_ptr<Communicator> communicator) {
+  if (share.batch == 0) return nullptr;  // nothing to move
   const auto choice = KernelChoice::of(*attention.plan(share));
   if (choice->of(Pass::forward).empty() || choice->of(Pass::backward).empty()) return nullptr;
   try {

@@ -95,10 +95,13 @@ bool OneDevice::packs() const {
   Problem problem = inputs_.problem;
   if (problem.device.type == DeviceType::cpu || settings_.shards.ranks() == 1 || settings_.ring.halo_limit_bytes > 0)
     return false;
+  const Attention attention(settings_.pattern, settings_.options);
+  const auto whole = attention.plan(problem);
   problem.query_rows = settings_.shards.rows(0);
   problem.is_share = true;
-  const auto plan = Attention(settings_.pattern, settings_.options).plan(problem);
-  return !plan->kernel_name(Pass::forward).empty() && !plan->kernel_name(Pass::backward).empty();
+  const auto share = attention.plan(problem);
+  return !share->kernel_name(Pass::backward).empty() && !share->kernel_name(Pass::forward).empty() &&
+         share->kernel_name(Pass::forward) == whole->kernel_name(Pass::forward);
 }
 
 std::string OneDevice::kernel(Pass pass) const {

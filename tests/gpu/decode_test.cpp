@@ -488,5 +488,16 @@ TEST(DecodeCalls, RanksWithFewRowsKeepTheBitsOfTheWhole) {
                 "few rows each");
 }
 
+TEST(DecodeCalls, RingsOfFewRowsInAllAreSplitAsOnOneGpu) {
+  LONGSPAN_NEEDS_GPU();
+  const Case c(Pattern::longnet({5, 12}, {1, 2}), {}, {1, 12, 2, 2, 64}, DType::bf16);
+  const Results want = run_on_gpu(c, "");
+  const Shards shards = Shards::even(12, 3);
+  const auto got = run_local<GpuPlace>(c, shards);
+  for (int rank = 0; rank < 3; ++rank)
+    expect_same(got[static_cast<std::size_t>(rank)], want, shards.ranges(rank), ring_tolerance(c.dtype), true, true,
+                "few rows in all");
+}
+
 }  // namespace
 }  // namespace longspan::testing

@@ -520,6 +520,10 @@ std::shared_ptr<PackedExchange> PackedExchange::make(const Attention& attention,
   if (share.batch == 0) return nullptr;  // nothing to move
   const auto choice = KernelChoice::of(*attention.plan(share));
   if (choice->of(Pass::forward).empty() || choice->of(Pass::backward).empty()) return nullptr;
+  // One device splits few query rows over their keys, which gives other bits; ranks do so with pieces.
+  const auto whole = KernelChoice::of(*plan.plan);
+  if (whole->of(Pass::forward).empty() || whole->of(Pass::forward).front() != choice->of(Pass::forward).front())
+    return nullptr;
   try {
     return std::make_shared<Exchange>(attention, plan, share, std::move(communicator));
   } catch (const Unsupported&) {  // then keys come in pieces, to the kernels that take those

@@ -23,7 +23,8 @@ _longspan() {
       return
       ;;
     --tokens | --batch | --heads | --kv-heads | --head-dim | --segments | --dilations | --pattern | --block-size | --head | --cells | --dropout | --scale | \
-      --threads | --kernel | --seed | --random | --case | --query-ranges | --ranks | --deadline | --halo-limit | --repeat | --repeats)
+      --threads | --kernel | --seed | --random | --case | --query-ranges | --ranks | --deadline | --halo-limit | --repeat | --repeats | \
+      --link | --latency | --rate | --ranks-per-device)
       return # a value that only the user knows
       ;;
     *)
@@ -31,8 +32,9 @@ _longspan() {
         "") choices="$commands --help --version" ;;
         demo) choices="$problem --out" ;;
         attend) choices="$problem --q --k --v --out --lse --lengths --key-mask --alibi-slopes --query-ranges" ;;
-        ring) choices="$problem --ranks --shards --backward --verify --deadline --halo-limit --repeat --q --k --v --out --trace" ;;
-        plan) choices="$problem --ranks" ;;
+        ring) choices="$problem --ranks --shards --backward --verify --deadline --halo-limit --link --latency --repeat --q --k --v --out
+          --trace" ;;
+        plan) choices="$problem --ranks --link --latency --rate --ranks-per-device" ;;
         show) choices="$problem --head --cells --svg --mask-out --ascii" ;;
         info) choices="$problem --why" ;;
         doctor) choices="--json --help" ;;

@@ -53,7 +53,7 @@ has "about " "% of dense attention"
 # Sizes that no problem has are refused where they enter.
 expect 2 "tokens is 1099511627777" "$longspan" plan --tokens 1099511627777
 expect 2 "scale is 1e.300" "$longspan" plan --scale 1e300
-expect 2 "1000000000 ranks" "$longspan" plan --ranks 1000000000
+expect 2 "ranks is 1000000000" "$longspan" plan --ranks 1000000000
 expect 0 "" "$longspan" plan --pattern "longnet phase=torchscale pad_keys 64/1 128/4" --tokens 4096
 
 # Patterns as pictures, and block masks through files and back.

@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch")
 
 import longspan.torch as lt
 from longspan.compat import dilated_attention_pytorch as compat
-from longspan.compat.dilated_attention_pytorch import build, production, table
+from longspan.compat.dilated_attention_pytorch import build, configured_ring, table
 
 LISTS = {"segment_lengths": [16, 32], "dilation_rates": [1, 2]}
-EVERY = [*table.CLASSES, production.ROW]
+EVERY = [*table.CLASSES, configured_ring.ROW]
 ignore_warnings = pytest.mark.filterwarnings("ignore::longspan.LongspanWarning")
 
 

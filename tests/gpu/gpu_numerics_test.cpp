@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "gpu/device_case.h"
+#include "gpu/gpu_place.h"
 
 namespace longspan::testing {
 namespace {
@@ -62,12 +63,7 @@ TEST(GpuNumerics, HugeScoresHaveFiniteResults) {
               c.options.causal = causal;
               if (alibi) c.alibi_slopes = {0.5f, 0.1f};
               for (const std::string& kernel : gpu_kernels_for(c)) {
-                c.options.kernel = kernel;
-                const Attention attention(c.pattern, c.options);
-                DeviceCase device(c);
-                device.forward(attention, device.call());
-                device.backward(attention, device.call());
-                const Results& got = device.download();
+                const Results got = run_on_gpu(c, kernel);
                 EXPECT_EQ(not_finite(got.out) + not_finite(got.lse), 0)
                     << kernel << " " << name_of(dtype) << " d" << head_dim << " " << pattern.to_string() << " " << size;
                 EXPECT_EQ(not_finite(got.dq) + not_finite(got.dk) + not_finite(got.dv), 0)
@@ -89,12 +85,7 @@ TEST(GpuNumerics, NaNOfAKeyReachesTheGradientsOfItsQueries) {
       Case c(Pattern::dense(), {}, {1, 100, 1, 1, head_dim}, dtype);
       c.k.set(0, 37, 0, 5, std::nan(""));
       for (const std::string& kernel : gpu_kernels_for(c)) {
-        c.options.kernel = kernel;
-        const Attention attention(c.pattern, c.options);
-        DeviceCase device(c);
-        device.forward(attention, device.call());
-        device.backward(attention, device.call());
-        const Results& got = device.download();
+        const Results got = run_on_gpu(c, kernel);
         for (std::int64_t row = 0; row < 100; ++row)
           ASSERT_TRUE(std::isnan(got.dq.at(0, row, 0, 0))) << kernel << " " << name_of(dtype) << " row " << row;
       }

@@ -22,7 +22,7 @@ Pattern shared(int block) {
 
 /// Wide heads, and branches that share rows, which run in kernels with options only.
 std::vector<BlockSetting> more_settings() {
-  return {{"local_d256", local, {1, 1101, 2, 2, 256}, {}, {}},
+  return {{"local_d256", local_blocks, {1, 1101, 2, 2, 256}, {}, {}},
           {"global_long_d192", global, {1, 5000, 1, 1, 192}, {}, {}},
           {"random_d160", random, {2, 900, 2, 1, 160}, {}, {}},
           {"adaptive_d256", adaptive, {1, 1000, 2, 2, 256}, {}, {}},
@@ -174,7 +174,7 @@ TEST(HopperBackwardBlockChoice, BlockMasksRunOnTheHopperKernel) {
     for (const std::int64_t head_dim : {64, 128, 256}) {
       for (const bool deterministic : {false, true}) {
         if (deterministic && head_dim > 128) continue;
-        for (Pattern (*const pattern)(int) : {local, adaptive, shared}) {
+        for (Pattern (*const pattern)(int) : {local_blocks, adaptive, shared}) {
           Options options;
           options.deterministic = deterministic;
           EXPECT_EQ(Attention(pattern(block), options).plan(problem_of(1700, 4, head_dim))->kernel_name(Pass::backward),

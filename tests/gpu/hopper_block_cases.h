@@ -16,10 +16,6 @@ struct BlockSetting {
   std::vector<RowRange> ranges;
 };
 
-inline Pattern local(int block) {
-  return Pattern::block_sparse(BlockPattern::local_window(4 * block, block) |
-                               BlockPattern::dilated_sparse({5, 9}, block));
-}
 inline Pattern global(int block) { return Pattern::block_sparse(BlockPattern::global_local(block, 2 * block, block)); }
 inline Pattern random(int block) { return Pattern::block_sparse(BlockPattern::random(0.3, 7, block)); }
 inline Pattern adaptive(int block) { return Pattern::block_sparse(BlockPattern::adaptive(0.25, block)); }
@@ -49,14 +45,14 @@ inline Pattern gaps_of_heads(int block) { return Pattern::block_sparse(gaps(bloc
 inline Pattern gaps_of_entries(int block) { return Pattern::block_sparse(gaps(block, 6, 900)); }
 
 inline std::vector<BlockSetting> block_settings() {
-  return {{"local", local, {1, 1536, 2, 2, 64}, {}, {}},
-          {"local_ragged", local, {2, 1401, 2, 1, 64}, {}, {}},
-          {"local_wide", local, {1, 1401, 2, 2, 128}, {}, {}},
-          {"local_d40", local, {1, 1300, 2, 2, 40}, {}, {}},
-          {"local_lengths", local, {3, 1299, 2, 2, 64}, {1299, 650, 0}, {}},
-          {"local_lengths_wide", local, {2, 1299, 2, 2, 96}, {1100, 1299}, {}},
-          {"local_ranges", local, {1, 1401, 2, 2, 64}, {}, {{100, 333}, {900, 64}, {1390, 11}}},
-          {"local_ranges_wide", local, {1, 1401, 2, 2, 128}, {}, {{100, 333}, {900, 500}}},
+  return {{"local", local_blocks, {1, 1536, 2, 2, 64}, {}, {}},
+          {"local_ragged", local_blocks, {2, 1401, 2, 1, 64}, {}, {}},
+          {"local_wide", local_blocks, {1, 1401, 2, 2, 128}, {}, {}},
+          {"local_d40", local_blocks, {1, 1300, 2, 2, 40}, {}, {}},
+          {"local_lengths", local_blocks, {3, 1299, 2, 2, 64}, {1299, 650, 0}, {}},
+          {"local_lengths_wide", local_blocks, {2, 1299, 2, 2, 96}, {1100, 1299}, {}},
+          {"local_ranges", local_blocks, {1, 1401, 2, 2, 64}, {}, {{100, 333}, {900, 64}, {1390, 11}}},
+          {"local_ranges_wide", local_blocks, {1, 1401, 2, 2, 128}, {}, {{100, 333}, {900, 500}}},
           {"global", global, {1, 1300, 4, 2, 64}, {}, {}},
           {"global_wide", global, {1, 1300, 2, 2, 128}, {}, {}},
           // So many block rows see the first block that its list is cut in the backward.

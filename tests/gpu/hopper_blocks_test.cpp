@@ -112,7 +112,7 @@ TEST(HopperBlockRefusals, TheForwardHasNone) {
     return hopper::kKernel.can_run(Plan(pattern, {}, problem_of(512, 2, head_dim)), Pass::forward).reason;
   };
   for (const int block : {16, 32, 64, 128}) {
-    for (const std::int64_t head_dim : {8, 64, 128, 256}) EXPECT_EQ(why(local(block), head_dim), "");
+    for (const std::int64_t head_dim : {8, 64, 128, 256}) EXPECT_EQ(why(local_blocks(block), head_dim), "");
   }
   EXPECT_EQ(why(Pattern::parse("longnet 256/1{block=64 local_window(64)} 512/2"), 64), "");
 }
@@ -127,7 +127,7 @@ TEST(HopperBlockLists, LongColumnsAreCut) {
 
 TEST(HopperBlockChoice, CanBePrinted) {
   const auto shape = [](int block, std::int64_t head_dim) {
-    return to_string(hopper::choose(Plan(local(block), {}, problem_of(4096, 2, head_dim))));
+    return to_string(hopper::choose(Plan(local_blocks(block), {}, problem_of(4096, 2, head_dim))));
   };
   EXPECT_EQ(
       shape(64, 48),

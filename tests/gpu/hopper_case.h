@@ -60,6 +60,18 @@ inline bool has_hopper(Pass pass) {
 #define LONGSPAN_NEEDS_HOPPER(pass) \
   if (!has_hopper(pass)) GTEST_SKIP() << "no Hopper GPU"
 
+/// A forward whose errors are those that rounding causes.
+inline void expect_forward_matches_reference(const Case& c) {
+  const reference::Expectation want = c.expected(false);
+  DeviceCase device(c);
+  device.forward(Attention(c.pattern, c.options), device.call());
+  const Results& got = device.download();
+  const auto out = reference::compare(got.out.view(), want.out), lse = reference::compare(got.lse.view(), want.lse);
+  EXPECT_LE(out.over_tolerance, 1) << out.worst;
+  EXPECT_LE(out.rms_over_model, 2);
+  EXPECT_LE(lse.over_tolerance, 1) << lse.worst;
+}
+
 /// Forwards of the same inputs onto poisoned outputs, each with the bits of the first.
 inline void expect_same_bits(const Case& c, int repeats) {
   const Attention attention(c.pattern, c.options);

@@ -98,15 +98,7 @@ class HopperOptions : public ::testing::TestWithParam<Parameters> {
 
 TEST_P(HopperOptions, MatchTheReference) {
   LONGSPAN_NEEDS_HOPPER(Pass::forward);
-  const Case c = make();
-  const reference::Expectation want = c.expected(false);
-  DeviceCase device(c);
-  device.forward(Attention(c.pattern, c.options), device.call());
-  const Results& got = device.download();
-  const auto out = reference::compare(got.out.view(), want.out), lse = reference::compare(got.lse.view(), want.lse);
-  EXPECT_LE(out.over_tolerance, 1) << out.worst;
-  EXPECT_LE(out.rms_over_model, 2);
-  EXPECT_LE(lse.over_tolerance, 1) << lse.worst;
+  expect_forward_matches_reference(make());
 }
 
 TEST_P(HopperOptions, RepeatBitForBit) {

@@ -4,30 +4,19 @@
 #include <algorithm>
 #include <tuple>
 
-#include "gpu/hopper_case.h"
+#include "gpu/hopper_block_cases.h"
 #include "kernels/cuda/prepare.h"
 
 namespace longspan::testing {
 namespace {
 
-struct PartsSetting {
-  const char* name;
-  Pattern (*pattern)(int block);
-  Shape shape;
-  std::vector<std::int64_t> lengths;
-  std::vector<RowRange> ranges;
-};
-
-Pattern global(int block) { return Pattern::block_sparse(BlockPattern::global_local(block, 2 * block, block)); }
-Pattern random(int block) { return Pattern::block_sparse(BlockPattern::random(0.3, 7, block)); }
-/// Lists longer than what a block keeps of them.
-Pattern everything(int block) { return Pattern::block_sparse(BlockPattern::random(1.0, 7, block)); }
-Pattern strands(int block) {
+/// Branches of two block sizes and one without.
+Pattern mixed_strands(int block) {
   return Pattern::parse("dilated 1000/1{block=" + std::to_string(block) + " local_window(256)} 2100/3{block=128 " +
                         "random(0.4,3)} 700/2");
 }
 /// Every third block row sees nothing.
-Pattern gaps(int block) {
+Pattern blind_rows(int block) {
   const std::int64_t blocks = (700 + block - 1) / block;
   std::vector<std::vector<std::int32_t>> rows(static_cast<std::size_t>(blocks));
   for (std::int64_t row = 0; row < blocks; ++row) {
@@ -37,7 +26,7 @@ Pattern gaps(int block) {
   return Pattern::block_sparse(BlockMask::from_rows(block, 1, blocks, rows));
 }
 
-std::vector<PartsSetting> settings() {
+std::vector<BlockSetting> settings() {
   return {{"local", local_blocks, {1, 700, 2, 2, 64}, {}, {}},
           {"local_ragged", local_blocks, {2, 501, 2, 1, 48}, {}, {}},
           {"local_wide", local_blocks, {1, 601, 1, 1, 128}, {}, {}},
@@ -54,11 +43,11 @@ std::vector<PartsSetting> settings() {
           {"random_wide", random, {1, 500, 2, 1, 128}, {}, {}},
           {"everything", everything, {1, 600, 1, 1, 64}, {}, {}},
           {"short", everything, {2, 37, 2, 2, 128}, {}, {}},
-          {"gaps", gaps, {1, 700, 2, 2, 64}, {}, {}},
-          {"gaps_wide", gaps, {1, 700, 2, 2, 128}, {}, {}},
-          {"gaps_d256", gaps, {1, 700, 2, 2, 256}, {}, {}},
-          {"strands", strands, {1, 1500, 3, 3, 64}, {}, {}},
-          {"strands_ranges", strands, {1, 1500, 3, 3, 128}, {}, {{777, 300}, {1400, 100}}},
+          {"gaps", blind_rows, {1, 700, 2, 2, 64}, {}, {}},
+          {"gaps_wide", blind_rows, {1, 700, 2, 2, 128}, {}, {}},
+          {"gaps_d256", blind_rows, {1, 700, 2, 2, 256}, {}, {}},
+          {"strands", mixed_strands, {1, 1500, 3, 3, 64}, {}, {}},
+          {"strands_ranges", mixed_strands, {1, 1500, 3, 3, 128}, {}, {{777, 300}, {1400, 100}}},
           {"merging", merging_blocks, {1, 1000, 2, 2, 64}, {}, {}},
           {"merging_lengths", merging_blocks, {3, 901, 2, 1, 64}, {901, 333, 0}, {}},
           {"merging_wide", merging_blocks, {1, 901, 2, 2, 128}, {}, {}},
@@ -66,7 +55,7 @@ std::vector<PartsSetting> settings() {
           {"merging_ranges", merging_blocks, {1, 901, 2, 2, 64}, {}, {{100, 333}, {700, 64}, {890, 11}}}};
 }
 
-using Parameters = std::tuple<PartsSetting, int, bool>;
+using Parameters = std::tuple<BlockSetting, int, bool>;
 class HopperParts : public ::testing::TestWithParam<Parameters> {
  protected:
   Case make() const {
@@ -80,15 +69,7 @@ class HopperParts : public ::testing::TestWithParam<Parameters> {
 
 TEST_P(HopperParts, MatchTheReference) {
   LONGSPAN_NEEDS_HOPPER(Pass::forward);
-  const Case c = make();
-  const reference::Expectation want = c.expected(false);
-  DeviceCase device(c);
-  device.forward(Attention(c.pattern, c.options), device.call());
-  const Results& got = device.download();
-  const auto out = reference::compare(got.out.view(), want.out), lse = reference::compare(got.lse.view(), want.lse);
-  EXPECT_LE(out.over_tolerance, 1) << out.worst;
-  EXPECT_LE(out.rms_over_model, 2);
-  EXPECT_LE(lse.over_tolerance, 1) << lse.worst;
+  expect_forward_matches_reference(make());
 }
 
 TEST_P(HopperParts, RepeatBitForBit) {

@@ -188,7 +188,7 @@ NAMES = (
     *_rows("core.config core", "DilatedAttentionConfig MultiheadConfig RingAttentionConfig SparseAttentionConfig "
            "DistributedConfig MemoryPoolConfig", "configs"),
     Row("RingAttentionConfig", ("ring_dilated_attention_production",), "configs.ProductionRingConfig"),
-    *_rows("ring_dilated_attention_production", "RingDilatedAttentionProduction create_production_ring_attention", "production"),
+    *_rows("ring_dilated_attention_production", "RingDilatedAttentionProduction create_production_ring_attention", "configured_ring"),
     *_rows("ring_dilated_attention_production", "MemoryPool", "caches"),
     *_rows("block_sparse_ring_distributed_dilated_attention", "DistributedSparseConfig DistributedSparsePattern", "configs"),
     *_rows("block_sparse_ring_dilated_attention", "SparsePatternConfig"),
@@ -292,10 +292,10 @@ def treatment(row: Row, parameter: inspect.Parameter, known: Any) -> tuple[str, 
 
 def markdown(name: str = "") -> str:
     """The mapping as Markdown: of all classes, or of one name."""
-    from . import production
+    from . import configured_ring
     from .build import parameters_of_ours
 
-    rows = [*CLASSES, production.ROW]
+    rows = [*CLASSES, configured_ring.ROW]
     lines = []
     for row in rows:
         if name and row.name != name:
